@@ -93,9 +93,9 @@ class Call:
     def _numbers(self) -> list[str]:
         if self.audit is None:
             return [""] * 7
-        one, student = self.audit["candidates"][0], self.audit["student"]
+        one = self.audit["candidates"][0]
         after = one["after"] or [None, None]
-        rewards = ["" if mean is None else f"{mean['value']:.2f}" for mean in (student, one["own"], *after)]
+        rewards = ["" if mean is None else f"{mean['value']:.2f}" for mean in (one["student"], one["own"], *after)]
         return [*rewards, f"{one['forward']:.3g}", f"{one['floor']:.1g}", f"{one['correlation']['value']:+.2f}"]
 
 
@@ -111,9 +111,9 @@ def called(name: str, folder: Path, rows: int) -> Call:
     except (ValueError, OPSDError) as error:
         return Call(name=name, verdict="unknown", why=str(error), seconds=0.0)
     seconds = time.perf_counter() - start
-    said = verdict(found.candidates[0], found)
-    print(screen(found), flush=True)
-    return Call(name=name, verdict=said.word, why=said.why, seconds=seconds, audit=json.loads(document(found)))
+    said = verdict(found)
+    print(screen([found]), flush=True)
+    return Call(name=name, verdict=said.word, why=said.why, seconds=seconds, audit=json.loads(document([found])))
 
 
 def table(calls: Sequence[Call]) -> str:

@@ -60,7 +60,7 @@ servers = ExitStack()
 WORDS = {
     "helps": ("helps",),
     "off-policy as good": ("off-policy",),
-    "does not": ("no better", "nothing"),
+    "does not": ("harms", "no better", "nothing"),
     "broken": ("broken",),
 }
 """Verdicts of the audit that name the reason for an outcome."""

@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.describe import Banner
 from trl_opsd.teacher import FrozenTeacher, Resident
-from trl_opsd.teacher.served import ServedTeacher
+from trl_opsd.teacher.served import ServedTeacher, answers_of
+from trl_opsd.teacher.servers import TeacherServer
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
@@ -99,7 +100,8 @@ def half(folder: Path) -> None:
         return float((truth.exp() * (truth - log_probs(teacher))).sum(-1).mean())
 
     with serving.pooling(path, folder / "half" / "log", "--dtype", "bfloat16") as url:
-        served = ServedTeacher(path, url, CPU, deadline=60.0)
+        server = TeacherServer(url, 60.0, 0.0)
+        served = ServedTeacher(path, server, answers_of(server, "states", path, {}, CPU, tiny.VOCABULARY))
         print(f"\n{served}")
         print(
             f"mean KL to float32: {kl(served):.2e} served, {kl(FrozenTeacher(Resident(here, CPU))):.2e} in the process"

@@ -18,8 +18,8 @@ import torch
 from teacher import PLACEMENTS, SHAPES, make_model
 from timing import once
 
+from trl_opsd.models.weights import cached_per_token
 from trl_opsd.teacher import FrozenTeacher
-from trl_opsd.teacher.prefix import PrefixMemory
 from trl_opsd.types import Rollout
 
 ROWS, REST, COMPLETION = 8, (50, 200), 40
@@ -44,9 +44,8 @@ def measure(args: argparse.Namespace, shared: int, placement: str) -> dict[str, 
     args.length = shared + max(REST)
     given = steps(args, shared)
     whole = FrozenTeacher(PLACEMENTS[placement](make_model(args), args.device))
-    sharing = FrozenTeacher(
-        PLACEMENTS[placement](make_model(args), args.device), prefix_memory=PrefixMemory(args.gigabytes * 1e9)
-    )
+    placed = PLACEMENTS[placement](make_model(args), args.device)
+    sharing = FrozenTeacher(placed, prefix_bytes=args.gigabytes * 1e9)
     outputs: dict[str, torch.Tensor] = {}
 
     def read(name: str, teacher: FrozenTeacher, rollout: Rollout) -> float:
@@ -55,15 +54,15 @@ def measure(args: argparse.Namespace, shared: int, placement: str) -> dict[str, 
     small = Rollout.of([[1, 2, 3]], [[4, 5]], args.device)
     for teacher in (whole, sharing):  # warm-up
         teacher.targets(small)
-    prefixes, tokens, seconds = sharing.prefixes, [], {}
-    assert prefixes is not None
+    prefix, tokens, seconds = sharing.prefix, [], {}
+    assert prefix is not None
     for name, rollout in zip(("first", "later", "later"), given, strict=True):
-        before = prefixes.computed
+        before = prefix.computed
         seconds[name] = read("shared", sharing, rollout)
-        tokens.append(prefixes.computed - before)
+        tokens.append(prefix.computed - before)
     seconds["whole"] = read("whole", whole, given[-1])
     gap = (outputs["shared"] - outputs["whole"]).norm() / outputs["whole"].norm()
-    kept = sum(one.nbytes for one in prefixes.kept)
+    kept = len(prefix.kept) * cached_per_token(sharing.model.config) * args.dtype.itemsize
     return {
         "shared": shared,
         "placement": placement,

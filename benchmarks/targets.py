@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from support import tiny
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -79,10 +79,11 @@ def main() -> None:
             if way is not None:
                 one = trainer(rows, folder, given.tokens)
                 start = perf_counter()
-                [writer] = write_targets(one, folder / "targets", *way[: 1 + bool(way[1])])
-                found["tokens per second, written"] = round(writer.tokens / (perf_counter() - start))
-                shards = writer.store.folder.glob("shard-*")
-                found["bytes per token"] = round(sum(path.stat().st_size for path in shards) / writer.tokens)
+                write_targets(one, folder / "targets", *way[: 1 + bool(way[1])])
+                tokens = sum(map(len, load_from_disk(str(folder / "targets"))["completion_ids"]))
+                found["tokens per second, written"] = round(tokens / (perf_counter() - start))
+                parts = (folder / "targets").glob("part-*")
+                found["bytes per token"] = round(sum(path.stat().st_size for path in parts) / tokens)
                 options = {"teacher_targets": str(folder / "targets")}
             one = trainer(rows, folder, given.tokens, **options)
             one.train()

@@ -14,16 +14,19 @@ is evaluated before and after training, and `score.py` evaluates the saved stude
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import yaml
 from arithmetic import STUDENT, TEACHER
 from arithmetic.task import draw, prompts, prompts_with_answers, right
 from score import held_out, result
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.train import script
-from trl_opsd.cli.train.options import OptionParser, Splits, Task
+from trl_opsd.cli.train.options import OptionParser, Splits
 
 
 def data() -> Splits:
@@ -37,20 +40,18 @@ def evaluate(trainer: OPSDTrainer) -> None:
     trainer.accelerator.print(f"step {trainer.state.global_step}: {result(share)}")
 
 
-TASKS = {
-    "arithmetic": Task(
-        options=Path(__file__).parent / "arithmetic.yaml",
-        student=STUDENT,
-        teacher=TEACHER,
-        data=data,
-        rewards=right,
-        evaluate=evaluate,
-    )
-}
-
-
 def main(arguments: Sequence[str]) -> OPSDTrainer:
-    return script.main(arguments, OptionParser(TASKS))
+    own = ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--task", choices=["arithmetic"])
+    given, rest = own.parse_known_args(arguments)
+    if given.task is None:
+        return script.main(rest)
+    parser = OptionParser()
+    parser.set_defaults_with_config(**yaml.safe_load((Path(__file__).parent / "arithmetic.yaml").read_text()))
+    others = ("--teacher_model_kind", "--teacher_models", "--teacher_targets")
+    teacher = {} if any(one.startswith(others) for one in rest) else {"teacher_model_name_or_path": TEACHER}
+    parser.set_defaults_with_config(model_name_or_path=STUDENT, **teacher)
+    return script.main(rest, parser, SimpleNamespace(data=data, rewards=right, evaluate=evaluate))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ from environments.worlds import END, Adder, Told, given, once
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
 from support import tiny, vision_language
-from transformers import BitsAndBytesConfig
 from trl.chat_template_utils import qwen3_chat_template
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, Method, OPSDTrainer
 from trl_opsd.describe import Banner
-from trl_opsd.models.checks import described
 
 pytestmark = pytest.mark.quick
 
@@ -374,17 +372,6 @@ def test_tools_are_named(make_trainer):
     )
     assert found["completions"].endswith(", with the tools add")
     assert '"name": "add"' in found["prompt"]
-
-
-@pytest.mark.parametrize(
-    "given", [BitsAndBytesConfig(load_in_4bit=True), {"quant_method": "gptq"}], ids=["object", "dict"]
-)
-def test_quantisation_of_a_model_is_named(given):
-    model = tiny.qwen2()
-    assert "quantised" not in described(model)
-    model.is_quantized, model.config.quantization_config = True, given
-    method = "gptq" if isinstance(given, dict) else "bitsandbytes"
-    assert described(model).startswith(f"Qwen2ForCausalLM quantised with {method}, ")
 
 
 def test_a_trainer_that_only_evaluates_is_described(make_trainer):

@@ -98,7 +98,7 @@ def test_a_plain_install_has_everything_that_the_core_imports():
     assert {"trl_opsd.rollout.vllm", "trl_opsd._compat.vllm"} <= vllm
     assert {"trl_opsd.teacher.served", "trl_opsd.rollout.sglang", "trl_opsd.teacher.servers"} <= server
     assert triton <= {"trl_opsd.losses.device", "trl_opsd.losses.fused"}
-    optional = r"trl_opsd\.(_compat|rollout|http\.client|teacher\.serve(d|rs))"
+    optional = r"trl_opsd\.(_compat|rollout|http\.client|teacher\.(answers|checkpoint_head|serve(d|rs)))"
     assert [name for name in vllm | server if not re.match(optional, name)] == []
 
 

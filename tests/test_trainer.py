@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import re
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from support import tiny
-from transformers import AutoModelForCausalLM, BambaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer, RolloutBackend
 from trl_opsd.loop.batch import Batch
@@ -182,7 +181,7 @@ class TestRollout:
     @pytest.mark.parametrize(
         ("written", "message"),
         [
-            ([5] * 300, "Careless generated 300 tokens after a prompt of"),
+            ([5] * 300, "Careless generated 300 tokens, but"),
             ([5, 259], "A completion of Careless contains the token id 259"),
         ],
     )
@@ -335,15 +334,6 @@ class TestData:
         assert caplog.text.count("dropped") == 1 + streamed
         assert ("train_dataset streams prompts that leave no room" in caplog.text) is streamed
 
-    def test_dropped_rows_of_a_stream_warn_at_powers_of_ten(self, trained, caplog):
-        rows = [{"prompt": "long " * 100}] * 120 + list(tiny.rows(8))
-        trainer = trained(
-            train_dataset=IterableDataset.from_generator(lambda: iter(rows)), overlong_prompts="drop", max_steps=1
-        )
-        said = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-        assert [re.search(r"dropped (\d+) so far", message)[1] for message in said] == ["1", "10", "100"]
-        assert trainer.dropped_prompts["train_dataset"] == 120
-
 
 def test_default_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
     # The default is bf16, for which transformers wants an accelerator or `use_cpu=True`.
@@ -364,30 +354,3 @@ def test_evaluation_does_not_read_rows_of_the_one_before(make_trainer):
     predicted = trainer.predict(tiny.rows(1).to_iterable_dataset()).metrics
     assert predicted["test_loss"] == one_row
     assert predicted["test_samples_per_second"] > 0
-
-
-@pytest.mark.refusal
-@pytest.mark.before_loading
-@pytest.mark.parametrize(
-    ("config", "how"),
-    [
-        (MixtralConfig(output_router_logits=True, num_local_experts=2, **tiny._sizes(32)), {}),
-        (MixtralConfig(num_local_experts=2, **tiny._sizes(32)), {"model_init_kwargs": {"output_router_logits": True}}),
-        (BambaConfig(z_loss_coefficient=1e-3, mamba_n_heads=4, **tiny._sizes(32)), {}),
-    ],
-    ids=["routers", "routers, set while loading", "normalisers"],
-)
-def test_student_that_adds_its_own_loss_is_refused(make_trainer, tmp_path, config, how):
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-    config.save_pretrained(tmp_path / "student")
-    with pytest.raises(ValueError, match=r"makes the student's own forward add a .*loss .*"):
-        make_trainer(model=str(tmp_path / "student"), **how)
-
-
-def test_a_mixture_of_experts_that_adds_no_loss_is_trained(make_trainer):
-    student = tiny.model(MixtralConfig(num_local_experts=2, **tiny._sizes(32)))
-    student.config.output_router_logits, student.config.router_aux_loss_coef = True, 0.0
-    make_trainer(model=student).train()
-    student.config.router_aux_loss_coef = 0.1
-    with pytest.raises(ValueError, match="`output_router_logits=True` makes the student"):
-        make_trainer(model=student)

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 import trl_opsd
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.cli.audit.measure import Audit, Measured
+from trl_opsd.cli.audit.measure import Audit
 from trl_opsd.cli.doctor import checks as doctor
 from trl_opsd.cli.main import app
 from trl_opsd.cli.train.options import ExtraArguments
@@ -182,13 +182,12 @@ def _documents() -> Iterator[tuple[str, str]]:
     """The keys of what commands print with `--json`."""
     side = SimpleNamespace(source="a")
     pair: Any = SimpleNamespace(student=side, teacher=side, tiny=False)
-    yield from _keys("doctor", json.loads(doctor.document(pair, [Finding("heads", "ok", "same", 0.1)])))
+    yield from _keys("doctor", doctor.document(pair, [Finding("heads", "ok", "same", 0.1)]))
     student = str(ROOT / "examples" / "arithmetic" / "student")
     planned = CliRunner().invoke(app, ["plan", student, *["--prompt", "8", "--length", "8", "--json"]])
     assert not planned.exit_code, planned.stderr
     yield from _keys("plan", json.loads(planned.stdout))
-    for kind, at in ((Audit, ""), (Measured, "candidates[].")):
-        yield from ((f"audit:{at}{one.name}", "") for one in dataclasses.fields(kind) if one.name != "samples")
+    yield from ((f"audit:candidates[].{one.name}", "") for one in dataclasses.fields(Audit) if one.name != "samples")
 
 
 def _keys(command: str, document: Any, at: str = "") -> Iterator[tuple[str, str]]:

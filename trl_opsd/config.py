@@ -132,8 +132,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Device that holds the teacher's targets until each micro-batch needs them; `"auto"` is the accelerator up to 1 GB
     and the host beyond."""
     teacher_prefix_cache_gb: NotNegative = 0.0
-    """Size in GB (1e9 bytes) of a cache, for all static teachers together, with keys and values of prefixes that rows
-    share, such as a document: a teacher reads each once. The least recently used leaves first. 0 is off."""
+    """Size in GB (1e9 bytes) of a cache, divided among static teachers, of keys and values of what all rows of a batch
+    begin with, such as a document: a teacher reads it once. 0 is off."""
     teacher_server_url: Annotated[dict | str | None, LOCAL] = None
     """URL of a server that has the teacher's layers, or a dict with the URL of each teacher that has one.
     `teacher_model` is then the checkpoint of the teacher's output head; see `docs/teachers.md`."""

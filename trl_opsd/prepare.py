@@ -38,7 +38,7 @@ from trl_opsd.data.datasets import (
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import CONTRAST, PRIVILEGED, Intake, check_columns, tells_more
 from trl_opsd.data.survey import has_transform
-from trl_opsd.data.tokenization import check_template_arguments, look_at
+from trl_opsd.data.tokenization import look_at
 from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.http.urls import ONLY
@@ -49,10 +49,9 @@ from trl_opsd.methods.order import check
 from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.checks import check_in_memory, check_own_loss, language_config
+from trl_opsd.models.checks import check_in_memory, language_config
 from trl_opsd.models.tokenizers import (
     check_processing_class,
-    check_sees,
     configured_vocabulary,
     ensure_special_tokens,
     loaded_processing_class,
@@ -280,10 +279,11 @@ def prepare(
         if one.student_sees:
             why = "it reads token ids alone; generate with `transformers` or a colocated vLLM"
             refuse([(not chosen.reads_images, f"The rollout ({chosen}) with images", why)])
-            check_sees(model, args.model_init_kwargs or {})
     # 10. Templates, end tokens and vocabularies.
     tokenizer = text_tokenizer(processing_class)
-    _check_template(tokenizer, rows, args, tools, intake)
+    first = next(iter(rows.values()))
+    if some := first.first_requests(intake):
+        look_at(tokenizer, first.where, some, args, tools)
     ensure_special_tokens(tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     cross = None
     if args.cross_tokenizer is None:
@@ -339,7 +339,6 @@ def _check_columns(
     datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, needs_privilege: bool
 ) -> None:
     """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
-    teachers = intake.teachers if len(intake.teachers) > 1 else ()
     contrast = CONTRAST if intake.contrasts else ()
     # A function may read columns of any name.
     optional = () if intake.prompt_fn else (*PRIVILEGED, *contrast, *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
@@ -354,7 +353,7 @@ def _check_columns(
                 "instance `load_dataset(...)['train']` or `Dataset.from_list(rows)`."
             )
         columns = columns_of(dataset)
-        check_columns(columns, where, teachers, optional)
+        check_columns(columns, where, optional)
         has_context = columns is None or tells_more(columns)
         refuse(
             [
@@ -412,7 +411,6 @@ def _check_models(
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
     loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     config = {"quantization_config": quantization_config, **language_config(student, "model", loading), **loading}
-    check_own_loss(config)
     check_in_memory(student, args.device)
     is_model = isinstance(student, nn.Module)
     refuse(
@@ -437,36 +435,19 @@ def _check_models(
         ]
     )
     for name, teacher in teachers.items():
-        called, trust = (
-            "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]",
-            "teacher_trust_remote_code",
-        )
+        called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
         if isinstance(teacher, nn.Module) and has_foreign_adapter(teacher):
             logger.warning(
                 f"`{called}` still contains the adapter of an earlier trainer and teaches with it: if this is not "
                 "intended, call `trainer.model.unload()` of that trainer, or load the teacher anew."
             )
         if (adapter := adapter_at(teacher, location(args))) is None:
-            language_config(teacher, called, location(args), trust)
+            language_config(teacher, called, location(args))
             continue
-        adapter.check(called, trust)
+        adapter.check(called)
         is_away = args.teacher_offload == "zero3" or not {name, ONLY}.isdisjoint(servers(args))
         why = "pass a merged model, or set `teacher_offload='stream'` without a server"
         refuse([(is_away, f"`{called}`, an adapter, on a server or with `teacher_offload='zero3'`", why)])
-
-
-def _check_template(
-    tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig, tools: Any, intake: Intake
-) -> None:
-    """Checks what the chat template is given: its arguments, and whether prompts are meant for it."""
-    of_teachers = {} if args.cross_tokenizer else args.teacher_template_kwargs
-    if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", of_teachers):
-        raise ValueError(wrong)
-    if wrong := check_template_arguments(tokenizer, "chat_template_kwargs", args.chat_template_kwargs or {}):
-        logger.warning(wrong)
-    rows = next(iter(datasets.values()))
-    if some := rows.first_requests(intake):
-        look_at(tokenizer, rows.where, some, args, tools)
 
 
 def _tokenizers(models: Mapping[str, Any], given: Any, args: OPSDConfig) -> dict[str, PreTrainedTokenizerBase]:

@@ -35,7 +35,7 @@ from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import context_of
-from trl_opsd.models.checks import check_student, check_trainable
+from trl_opsd.models.checks import check_can_learn, check_optimizer, check_student
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
@@ -53,6 +53,7 @@ from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
     from trl_opsd.report.recording import Recording
+    from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
 logger = get_logger(__name__)
 
@@ -215,7 +216,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self.turns = Turns(self, self._generation, self._get_tool_suffix_ids, tools or (), given.environments)
         check_student(self.model, self.args)
         if train_dataset is not None:
-            check_trainable(self.model, optimizers)
+            check_can_learn(self.model)
+            check_optimizer(self.model, optimizers[0])
             warn_of_lost_updates(self.model, self.accelerator, self.args.learning_rate, self.optimizer)
         self._use_special_tokens()
         self.divergence = self.args.build_divergence() if divergence is None else divergence
@@ -245,9 +247,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.report:
             from trl_opsd.report.recording import Recording
 
-            self._recording = Recording(
-                self.args.output_dir, partial(published, self), is_traced="trackio" in self.args.report_to
-            )
+            self._recording = Recording(self.args.output_dir, partial(published, self))
             self.add_callback(self._recording)
         self.add_callback(Banner(self))
 
@@ -397,8 +397,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         )
 
     @contextmanager
-    def generating_with(self, teacher: str | CausalLM) -> Iterator[None]:
-        """Within it, a teacher by its name, or another model, generates in place of the student: to measure it.
+    def generating_with(self, teacher: Any) -> Iterator[None]:
+        """Within it, a teacher by its name, another model, or what has a method `complete` of prompts as token ids,
+        generates in place of the student: to measure it.
 
         ```python
         with trainer.generating_with("math"):
@@ -408,6 +409,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Raises:
             ValueError: There is no such teacher, it is behind a server or sharded, or has a tokenizer of its own.
         """
+        if hasattr(teacher, "complete"):
+            with self._generation.substituted(teacher):
+                yield
+            return
         if self.cross is not None:
             raise ValueError(
                 "`generating_with` with `cross_tokenizer`: prompts are ids of the student's tokens, which no "
@@ -415,12 +420,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             )
         if isinstance(teacher, str) and teacher not in self.teachers:
             raise ValueError(f"`generating_with({teacher!r})`: expected a model, or one of {sorted(self.teachers)}.")
-        limits = self.teaching.readers.teacher_limits
-        limits_of = limits[teacher] if isinstance(teacher, str) else next(iter(limits.values()))
         if isinstance(teacher, str):
-            with self._generation.substituted(self._generation.teacher_rollout(self.teachers[teacher], limits_of)):
+            with self._generation.substituted(self.teacher_rollout(teacher)):
                 yield
             return
+        limits_of = next(iter(self.readers.teacher_limits.values()))
         trainable = [one for one in teacher.parameters() if one.requires_grad]
         context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
         try:
@@ -432,6 +436,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         finally:
             for one in trainable:
                 one.requires_grad_()
+
+    def teacher_rollout(self, name: str) -> TeacherRollout:
+        """A teacher, whose `complete` continues prompts of token ids; a `ValueError` if it cannot generate."""
+        return self._generation.teacher_rollout(self.teachers[name], self.readers.teacher_limits[name])
 
     # ---- Teachers and datasets --------------------------------------------------------------------------------------
 

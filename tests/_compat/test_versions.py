@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import configparser
-import importlib.util
 import re
-import sys
-import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate import PartialState
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from trl_opsd._compat import drop_import_noise, versions
-from trl_opsd._compat.trl import is_vllm_available
+from trl_opsd._compat import versions
 from trl_opsd.prepare import checked_options
 
 pytestmark = pytest.mark.quick
@@ -82,29 +77,6 @@ def test_versions_in_docs_are_those_that_may_be_installed(bounds):
         assert ends[">="][:2] == Version(oldest).release
         major, minor = Version(newest).release
         assert ends.get("<", (major, minor + 1)) == (major, minor + 1)
-
-
-def test_newer_vllm_warns_once_and_where_it_is_chosen(bounds, monkeypatch, caplog):
-    find_spec = importlib.util.find_spec
-
-    def found(name: str, *rest: Any) -> Any:
-        return object() if name == "vllm" else find_spec(name, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", found)
-    monkeypatch.setitem(is_vllm_available.__globals__, "_is_package_available", lambda *_, **__: (True, "0.32.0"))
-    with warnings.catch_warnings(record=True) as at_imports:
-        warnings.simplefilter("always")
-        drop_import_noise()
-        exec("is_vllm_available()", {"__name__": "trl.generation.vllm_client", "is_vllm_available": is_vllm_available})
-    monkeypatch.setitem(sys.modules, "trl_opsd._compat.vllm", None)
-    del sys.modules["trl_opsd._compat.vllm"]
-    importlib.import_module("trl_opsd._compat.vllm")
-    assert not at_imports
-    [said] = [one.getMessage() for one in caplog.records if one.name == "trl_opsd._compat.vllm"]
-    assert said.startswith(
-        "TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version 0.32.0 installed."
-    )
-    assert said.endswith("trl_opsd itself was tested with vllm<0.33,>=0.31.0.")
 
 
 def test_library_outside_its_bounds_warns_without_options_too(bounds, monkeypatch, caplog):

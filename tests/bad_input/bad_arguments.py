@@ -9,7 +9,7 @@ import torch
 from cases import Case, Lab, untouched
 from peft import LoraConfig
 from support import tiny
-from transformers import AutoModelForCausalLM, get_constant_schedule
+from transformers import AutoModelForCausalLM
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 
@@ -55,17 +55,6 @@ def optimizer_from_before_the_adapter(lab: Lab) -> None:
         optimizers=(optimizer_of(*student.parameters()), None),
         peft_config=LoraConfig(target_modules=["q_proj"]),
     )
-
-
-def scheduler_of_another_optimizer(lab: Lab) -> None:
-    student = tiny.qwen2()
-    scheduler = get_constant_schedule(optimizer_of(*student.parameters()))
-    lab.make(model=student, optimizers=(optimizer_of(*student.parameters()), scheduler))
-
-
-def scheduler_alone(lab: Lab) -> None:
-    student = tiny.qwen2()
-    lab.make(model=student, optimizers=(None, get_constant_schedule(optimizer_of(*student.parameters()))))
 
 
 def divergence_assigned(value: Any) -> Any:
@@ -115,8 +104,6 @@ NOTHING_LEARNED = [
         lambda lab: lab.make(cls=StepsAnother).train(),
     ),
     Case("optimizer of another model", "before the adapter", "before the adapter", optimizer_from_before_the_adapter),
-    Case("optimizer of another model", "a scheduler", "belongs to another opt", scheduler_of_another_optimizer),
-    Case("optimizer of another model", "a scheduler alone", "belongs to another optimizer", scheduler_alone),
 ]
 
 TWICE = [

@@ -14,7 +14,13 @@ URL = {"sglang_server_url": "http://127.0.0.1:30000"}
 OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.vllm_sampling")
 """Prefixes of the modules imported when vLLM is chosen; the first checks on import that it is installed."""
 
-SERVERS = ("trl_opsd._compat.server", "trl_opsd.http.", "trl_opsd.rollout.s", "trl_opsd.teacher.server")
+SERVERS = (
+    "trl_opsd._compat.server",
+    "trl_opsd.http.",
+    "trl_opsd.rollout.s",
+    "trl_opsd.teacher.server",
+    "trl_opsd.teacher.answers",
+)
 """Prefixes of the modules imported when a server is chosen."""
 
 

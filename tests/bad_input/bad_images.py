@@ -62,12 +62,6 @@ CASES: list[Case] = [
         processing_class=tiny.tokenizer(),
     ),
     shown(
-        "a text model with a processor",
-        r"The student is a text model \(qwen2\), but its prompts have images: pass a vision-language model",
-        ONE,
-        blind="model",
-    ),
-    shown(
         "a text teacher without a caption",
         "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* 'teacher_prompt'",
         ONE,

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from trl_opsd.data.prompts import Prompt, common_kind
 
 ANSWER = {"role": "assistant", "content": "ho"}
-SHAREGPT = [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]
 GOOD = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "text": "x"}]}]
 
@@ -158,37 +157,6 @@ DATASETS = [
         r"`eval_dataset\['easy'\]` is a list: expected",
         lambda lab: lab.make(eval_dataset={"easy": [{"prompt": "a"}]}),
         TypeError,
-        before_loading=True,
-    ),
-    *(
-        trained_on(
-            "dataset without prompt",
-            f"but with {name}",
-            message,
-            Dataset.from_dict({name: ["a", "b"]}),
-            before_loading=True,
-        )
-        for name, message in [
-            ("prompts", r"`dataset.rename_column\('prompts', 'prompt'\)`"),
-            ("problem", r"`dataset.rename_column\('problem', 'prompt'\)`"),
-            ("text", r"`dataset.rename_column\('text', 'prompt'\)`"),
-            ("x", r"`dataset.rename_column\('x', 'prompt'\)`"),
-            ("messages", r"`dataset.rename_column\('messages', 'prompt'\)`"),
-        ]
-    ),
-    Case(
-        "dataset without prompt",
-        "but with conversations in a stream",
-        r"row 0 of train_dataset has no column .*`dataset.rename_column\('conversations', 'prompt'\)`",
-        lambda lab: lab.make(
-            train_dataset=IterableDataset.from_generator(lambda: iter([{"conversations": SHAREGPT}] * 4))
-        ).train(),
-    ),
-    trained_on(
-        "message without role or content",
-        "of ShareGPT",
-        r"a dict with \['from', 'value'\]: .* `\[.*'human': 'user'.* for one in row\['prompt'\]\]`",
-        prompts(SHAREGPT[:1], SHAREGPT[:1]),
         before_loading=True,
     ),
     *(
@@ -360,7 +328,7 @@ ROWS = [
     trained_on(
         "no chat template",
         "messages",
-        "The prompt in row 0 of train_dataset is messages, but the tokenizer .* has no chat template: take an instruct",
+        "The prompt in row 0 of train_dataset: the tokenizer's chat template rejects it: .*chat_template is not set",
         prompts(GOOD, GOOD),
         processing_class=without_template(),
     ),
@@ -406,54 +374,4 @@ ROWS = [
 ]
 
 
-async def asynchronous(row: dict[str, Any], completion: str) -> str:
-    return completion
-
-
-class Asynchronous:
-    async def __call__(self, row: dict[str, Any], completion: str) -> str:
-        return completion
-
-
-PROMPT_FUNCTIONS = [
-    ("text", "{prompt}", "is a str: expected a function of two arguments"),
-    ("a class", Asynchronous, "is the class Asynchronous: expected a function of two"),
-    ("one argument", lambda row: "a", "has another signature .*: expected a function of two arguments, the row"),
-    ("four arguments", lambda row, completion, outcome, ids: "a", "has another signature .*missing"),
-    ("by keyword only", lambda *, row, completion: "a", "has another signature"),
-    ("asynchronous", asynchronous, "is asynchronous, but would not be awaited"),
-    ("an asynchronous object", Asynchronous(), "is asynchronous"),
-]
-
-TEMPLATES = [
-    *(
-        untouched("teacher_prompt_fn", name, f"`teacher_prompt_fn` {message}", TypeError, teacher_prompt_fn=function)
-        for name, function, message in PROMPT_FUNCTIONS
-    ),
-    trained_on(
-        "chat template arguments",
-        "misspelt, for the teacher",
-        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* does not use: did you mean 'add_.*pt'",
-        prompts(GOOD, GOOD),
-        teacher_chat_template_kwargs={"add_generation_promt": False},
-        before_loading=True,
-    ),
-    trained_on(
-        "chat template arguments",
-        "of the trainer",
-        "`chat_template_kwargs` sets 'add_generation_prompt', which is set by the trainer: remove it",
-        prompts(GOOD, GOOD),
-        chat_template_kwargs={"add_generation_prompt": False},
-        before_loading=True,
-    ),
-    trained_on(
-        "chat template arguments",
-        "of another template",
-        "`teacher_chat_template_kwargs` sets 'enable_thinking', which .* does not use: remove it, or use a template",
-        prompts(GOOD, GOOD),
-        teacher_chat_template_kwargs={"enable_thinking": False},
-        before_loading=True,
-    ),
-]
-
-CASES: list[Case] = [*DATASETS, *ROWS, *TEMPLATES]
+CASES: list[Case] = [*DATASETS, *ROWS]

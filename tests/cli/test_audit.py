@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from arithmetic import STUDENT, TEACHER
@@ -18,10 +17,9 @@ from support.failing_server import Scoring, pretended
 from typer.testing import CliRunner
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.cli.audit.episodes import Beginnings, episode
-from trl_opsd.cli.audit.measure import Audit, Measured, audit
+from trl_opsd.cli.audit.measure import Audit, Mean, audit, tokens_of
+from trl_opsd.cli.audit.replay import Replay
 from trl_opsd.cli.audit.shown import document, screen, write_page
-from trl_opsd.cli.audit.tokens import Compared, Mean, tokens_of
 from trl_opsd.cli.audit.verdict import verdict
 from trl_opsd.cli.main import app
 from trl_opsd.losses import ForwardKL
@@ -46,8 +44,7 @@ def test_numbers_of_tokens_equal_float64():
     rollout = replace(rollout, weights=torch.tensor([[1.0, 0, 1], [1, 1, 0]]))
     hidden = [torch.randn(2, 3, width) for width in (3, 5)]
     objective = Objective(divergence=ForwardKL(), temperatures=(1.0, 2.0), vocabulary=7)
-    compared = Compared(TeacherTargets(hidden=hidden[0]), heads[0], TeacherTargets(hidden=hidden[1]), heads[1:])
-    found = tokens_of(compared, rollout, objective)
+    found = tokens_of(hidden[0], heads[0], heads[1:], rollout, TeacherTargets(hidden=hidden[1]), objective)
     at = [(0, 0, 4), (0, 2, 6), (1, 0, 1), (1, 1, 2)]
     assert list(zip(found.row, found.place, strict=True)) == [one[:2] for one in at]
     for number, (row, place, token) in enumerate(at):
@@ -64,13 +61,9 @@ def test_numbers_of_tokens_equal_float64():
             "teacher": teacher[token],
         }
         for name, value in expected.items():
-            assert getattr(found, name)[number] == pytest.approx(float(value), abs=1e-5)
-    assert found.of_rows(found.loss, 3)[:2] == pytest.approx([found.loss[:2].mean(), found.loss[2:].mean()])
-    assert np.isnan(found.of_rows(found.loss, 3)[2])
-    least = (found.student <= np.quantile(found.student, 0.2)) * -0.5
-    assert found.explained == pytest.approx(np.corrcoef(found.advantage, least)[0, 1] ** 2)
-    carried = np.sort(found.loss)[::-1].cumsum() / found.loss.sum()
-    assert found.share_for(0.8) == pytest.approx((int((carried < 0.8).sum()) + 1) / 4)
+            assert found[name][number] == pytest.approx(float(value), abs=1e-5)
+    assert list(found.tenth) == [0, 6, 0, 5]
+    assert list(found.token) == [4, 6, 1, 2]
 
 
 # ---- Rows that begin as recorded ------------------------------------------------------------------------------------
@@ -79,9 +72,12 @@ def test_numbers_of_tokens_equal_float64():
 def test_recorded_turns_are_returned_and_others_are_written():
     asked = []
 
-    def write(rows, contexts):
-        asked.extend(zip(rows, contexts, strict=True))
-        return [[90 + row] for row in rows]
+    def writer(row):
+        def write(contexts):
+            asked.extend((row, one) for one in contexts)
+            return [[90 + row]] * len(contexts)
+
+        return write
 
     # Row 0 has a whole turn (1 2 END), what a tool said (7), and half a turn (3); row 1 is cut in its first turn; row 2
     # has the prompt of row 0, and row 3 one that begins with it.
@@ -89,7 +85,7 @@ def test_recorded_turns_are_returned_and_others_are_written():
     recorded, read = [[1, 2, end, 7, 3], [4], [], [5, end]], [[20, 21], [22], [23], [24]]
 
     def begun():
-        one = Beginnings(prompts, recorded, read, write, [end], 8)
+        one = Replay(prompts, recorded, read, list(map(writer, range(4))), [end], 8)
         assert one.complete(prompts) == [[1, 2, end], [4, 91], [92], [5, end]]
         return one
 
@@ -105,16 +101,18 @@ def test_recorded_turns_are_returned_and_others_are_written():
 def test_environment_is_called_again_as_it_was(make_trainer):
     turns = lambda prompt: [call(number=2), call(number=3), f"five{END}"][prompt.count("<tool_response>")]  # noqa: E731
     trainer = make_trainer(**given(turns, Adder, train_dataset=rows(4, start=[0, 10, 20, 30])))
-    first = episode(trainer, list(trainer.train_dataset))
+    trainer.model.eval()
+    first = trainer.score(list(trainer.train_dataset)).rollout
     totals = [one.total for one in trainer.environments]
-    ids, prompts = first.rollout.completion_lists(), first.rollout.prompt_lists()
+    ids, prompts = first.completion_lists(), first.prompt_lists()
     said = WORDS(f"another{END}")["input_ids"]
-    writer = Beginnings(
-        prompts, [one[:-3] for one in ids], prompts, lambda _, many: [said] * len(many), trainer.eos_token_ids, 500
-    )
-    again = episode(trainer, list(trainer.train_dataset), writer)
+    writers = [lambda many: [said] * len(many)] * 4
+    with trainer.generating_with(
+        Replay(prompts, [one[:-3] for one in ids], prompts, writers, trainer.eos_token_ids, 500)
+    ):
+        again = trainer.score(list(trainer.train_dataset)).rollout
     assert [one.total for one in trainer.environments] == totals == [5, 15, 25, 35]
-    assert again.rollout.completion_lists() == [one[:-3] + said for one in ids]
+    assert again.completion_lists() == [one[:-3] + said for one in ids]
 
 
 # ---- A trainer ------------------------------------------------------------------------------------------------------
@@ -130,7 +128,7 @@ def test_training_after_an_audit_is_as_without(make_trainer):
         if audits:
             found = audit(trainer, 8)
             assert found.rows == 8
-            assert found.candidates[0].own is not None
+            assert found.own is not None
         trainer.train()
         outcomes.append((tiny.logged(trainer, "loss"), tiny.logged(trainer, "num_tokens"), tiny.weights(trainer)))
     assert outcomes[0][:2] == outcomes[1][:2]
@@ -147,46 +145,33 @@ def test_teacher_that_cannot_repair_a_slip_is_found_out(tmp_path):
         train_dataset=prompts_with_answers(draw(200)),
         methods=[Rewards([right])],
     )
-    found = audit(trainer, 32)
-    one = found.candidates[0]
+    one = audit(trainer, 32)
     assert one.knows is not None
     assert one.recovers is not None
     assert one.knows.value > 0.5
     assert one.recovers.value < 0.2
     assert one.correlation is not None
     assert one.correlation.value > 0.3
-    assert verdict(one, found).word == "off-policy"
+    assert verdict(one).word == "off-policy"
 
 
 def test_audit_of_equal_models_finds_nothing_to_learn(make_trainer):
-    found = audit(make_trainer(**OPTIONS, teacher_model=tiny.qwen2(32, seed=0)), 8)
-    one = found.candidates[0]
+    one = audit(make_trainer(**OPTIONS, teacher_model=tiny.qwen2(32, seed=0)), 8)
     assert abs(one.forward) < 1e-6
-    assert verdict(one, found).word == "nothing"
+    assert verdict(one).word == "nothing"
 
 
-def test_context_is_compared_with_none_and_others(make_trainer):
+def test_context_is_compared_with_none(make_trainer):
     data = tiny.rows().add_column("privileged_context", [f"hint {number}" for number in range(8)])
-    trainer = make_trainer(**{**OPTIONS, "train_dataset": data, "teacher_model": None, "teacher_model_kind": "base"})
-    one = audit(trainer, 8).candidates[0]
-    assert one.apart_from.keys() == {"none", "shuffled"}
-    assert one.apart_from["shuffled"] > 0
-    assert one.forward == pytest.approx(one.apart_from["none"], rel=1e-4)  # as nothing was trained
-
-
-def test_other_candidates_are_measured_and_the_teacher_stays(make_trainer, tmp_path):
-    tiny.qwen2(24, seed=4).save_pretrained(tmp_path / "other")
-    trainer = make_trainer(**OPTIONS)
-    teacher = trainer.teacher
-    found = audit(trainer, 8, [str(tmp_path / "other")])
-    assert [one.name for one in found.candidates] == ["as configured", str(tmp_path / "other")]
-    assert found.candidates[0].loss != found.candidates[1].loss
-    assert trainer.teacher is teacher
+    one = audit(
+        make_trainer(**{**OPTIONS, "train_dataset": data, "teacher_model": None, "teacher_model_kind": "base"}), 8
+    )
+    assert one.forward == pytest.approx(one.context, rel=1e-4)  # as nothing was trained
 
 
 def test_rewards_that_are_none_are_no_verdict(make_trainer):
     found = audit(make_trainer(**{**OPTIONS, "reward_funcs": lambda completions, **_: [None] * len(completions)}), 8)
-    assert found.candidates[0].cannot == "no completion got a reward"
+    assert found.cannot == "no completion got a reward"
 
 
 SEEDS: dict[str, list[int]] = {}
@@ -205,21 +190,17 @@ def test_environments_are_the_same_tasks_whoever_acts(make_trainer):
     SEEDS.clear()
     data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"task {number}"}] for number in range(8)]})
     options = {"train_dataset": data, "reward_funcs": length, "rollout": None, "max_completion_length": 16}
-    one = audit(make_trainer(**given(str, Seeded, **options)), 8).candidates[0]
+    one = audit(make_trainer(**given(str, Seeded, **options)), 8)
     assert one.after is not None, "so there were four passes"
     assert [len(seeds) for seeds in SEEDS.values()] == [4] * 8
     assert all(len(set(seeds)) == 1 for seeds in SEEDS.values())
 
 
-def test_candidate_and_texts_leave_dataset_and_log(make_trainer, tmp_path):
-    tiny.qwen2(24, seed=4, max_position_embeddings=40).save_pretrained(tmp_path / "short")
-    data = Dataset.from_dict({"prompt": [*(f"p{number}" for number in range(8)), "long " * 12]})
-    options = {"train_dataset": data, "overlong_prompts": "drop", "max_completion_length": 8, "log_completions": True}
-    trainer = make_trainer(**{**OPTIONS, **options})
-    audit(trainer, 4, [str(tmp_path / "short")])
-    assert len(trainer.train_dataset) == 9
-    assert not trainer.dropped_prompts
+def test_completions_of_an_audit_are_not_logged(make_trainer):
+    trainer = make_trainer(**OPTIONS, log_completions=True)
+    audit(trainer, 4)
     assert not trainer._logs["completion"]
+    assert trainer.log_completions
 
 
 def test_floor_of_a_server_of_tokens_is_its_noise(tmp_path):
@@ -235,32 +216,23 @@ def test_floor_of_a_server_of_tokens_is_its_noise(tmp_path):
             train_dataset=tiny.rows(),
             processing_class=WORDS,
         )
-        assert audit(trainer, 8).candidates[0].floor == trainer.teachers.noise
+        assert audit(trainer, 8).floor == trainer.teachers.noise
 
 
-@pytest.mark.parametrize(
-    ("given", "arguments", "message"),
-    [
-        ({}, {"rows": 3}, "expected at least 4"),
-        ({"train_dataset": None, "eval_dataset": tiny.rows()}, {}, "needs a `train_dataset`"),
-        ({"teacher_model": {"a": tiny.qwen2(24), "b": tiny.qwen2(24)},
-          "train_dataset": tiny.rows().add_column("teacher", ["a", "b"] * 4)}, {"candidates": ["c"]}, "several"),
-    ],
-)  # fmt: skip
-def test_audits_that_cannot_be_are_refused(make_trainer, given, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        audit(make_trainer(**{**OPTIONS, **given}), **arguments)
+def test_too_few_rows_are_refused(make_trainer):
+    with pytest.raises(ValueError, match="3 rows of the `train_dataset`: expected at least 4"):
+        audit(make_trainer(**OPTIONS), 3)
 
 
 # ---- Verdicts -------------------------------------------------------------------------------------------------------
 
 
-MEASURED = Measured(
-    name="one", loss=0.5, reverse=0.5, forward=0.5, floor=1e-9, in_bfloat16=1e-4, by_tenth=[0.5] * 10,
-    by_entropy=[0.5] * 4, at_ends=0.5, first_three=0.5, teacher_nats=-1.0, vocabulary=100, carries=0.2,
-    below_floor=0.0, explained=0.3,
+MEASURED = Audit(
+    name="one", rows=32, tokens=900, objective="ForwardKL()", student=Mean(0.4, 0.1, 32), student_clipped=0.0,
+    entropy=1.0, loss=0.5, reverse=0.5, forward=0.5, floor=1e-9, context=None, by_tenth=[0.5] * 10,
+    by_entropy=[0.5] * 4, carries=0.2, at_ends=0.5, teacher_nats=-1.0, vocabulary=100,
 )  # fmt: skip
-BETTER, SAME, WORSE = Mean(0.5, 0.1, 32), Mean(0.1, 0.1, 32), Mean(-0.5, 0.1, 32)
+BETTER, SAME = Mean(0.5, 0.1, 32), Mean(0.1, 0.1, 32)
 TRIED = {"own": Mean(0.9, 0.05, 32), "knows": BETTER, "clipped": 0.0}
 AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
 
@@ -272,10 +244,12 @@ AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
         ("off-policy", {**TRIED, **AFTER, "recovers": SAME}),
         ("helps", TRIED),
         ("no better", {**TRIED, "knows": SAME}),
-        ("no better", {**TRIED, "knows": WORSE, "first_three": 9.0}),
+        ("harms", {**TRIED, "knows": Mean(-0.28, 0.04, 32)}),
+        ("no better", {**TRIED, "knows": Mean(-0.28, 0.15, 32)}),
+        ("no better", {**TRIED, "knows": Mean(-0.28, 0.04, 3)}),
         ("no better", {**TRIED, "knows": Mean(0.5, 0.1, 3)}),
         ("nothing", {**TRIED, "forward": 5e-9}),
-        ("nothing", {**TRIED, "apart_from": {"none": 1e-9}}),
+        ("nothing", {**TRIED, "context": 1e-9}),
         ("broken", {**TRIED, "at_ends": 1e-5, "clipped": 1.0}),
         ("helps", {**TRIED, "at_ends": 1e-5}),
         ("broken", {**TRIED, "knows": SAME, "teacher_nats": -6.0}),
@@ -284,19 +258,15 @@ AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
 )
 def test_each_rule_has_its_verdict(tmp_path, word, given):
     one = replace(MEASURED, **given)
-    whole = Audit(
-        rows=32, tokens=900, objective="ForwardKL()", student=Mean(0.4, 0.1, 32), student_clipped=0.0, entropy=1.0,
-        candidates=[one], seconds={"complete": 1.0, "teach": 1.0, "compare": 1.0}, step_rows=16, steps=10,
-    )  # fmt: skip
-    found = verdict(one, whole)
+    found = verdict(one)
     assert found.word == word
     assert "{" not in found.why + found.remedy.replace("{'eos_token_id'", "")
-    shown = screen(whole).splitlines()
+    shown = screen([one]).splitlines()
     assert len(shown) <= 40
     assert max(map(len, shown)) <= 80
-    assert json.loads(document(whole))["candidates"][0]["verdict"]["word"] == word
+    assert json.loads(document([one]))["candidates"][0]["verdict"]["word"] == word
     if word == "helps":
-        assert found.why.split(".")[0] in write_page(whole, "a run", tmp_path / "audit.html").read_text()
+        assert found.why.split(".")[0] in write_page([one], "a run", tmp_path / "audit.html").read_text()
 
 
 @pytest.mark.long
@@ -307,8 +277,9 @@ def test_the_command_prints_its_verdict_and_its_page(tmp_path):
     lines = {**models, "dataset_name": tmp_path / "rows.jsonl", "output_dir": tmp_path / "out", "use_cpu": True}
     file = tmp_path / "run.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "max_completion_length": 8}.items()))
-    done = CliRunner().invoke(app, ["audit", str(file), "--rows", "4"])
+    done = CliRunner().invoke(app, ["audit", str(file), "--rows", "4", "--candidate", str(tmp_path / "student")])
     assert done.exit_code == 1, done.output
     assert "BROKEN: as configured" in done.stdout, "they are random"
+    assert f"NOTHING: {tmp_path / 'student'}" in done.stdout, "the student itself"
     assert str(tmp_path / "out" / "audit.html") in done.stdout
     assert "<figure>" in (tmp_path / "out" / "audit.html").read_text()

@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,14 @@ import torch
 from support import tiny, vision_language
 from support.byte_languages import byte_pairs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from trl_opsd import RolloutBackend
 from trl_opsd.cli.doctor import checks
-from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, read_settings, shrunk, tiny_bytes
+from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, loading, models_of, read_settings, shrunk
 from trl_opsd.cli.main import app
-from trl_opsd.cli.plan.shapes import _Live
-from trl_opsd.models.probes import Doubt
+from trl_opsd.cli.plan.shapes import Live
 from trl_opsd.models.weights import without_weights
 
 TEMPLATE = (
@@ -302,35 +300,15 @@ def test_tiny_keeps_heads_and_tokenizers_and_reads_no_weights(folders):
     assert "2 random layers" in " ".join(done.stdout.split())
 
 
-def test_tiny_says_its_needs_and_refuses_more_than_free(folders, monkeypatch):
-    shapes = Path(__file__).with_name("shapes")
-    configs = [shrunk(AutoConfig.from_pretrained(shapes / f"qwen2.5-{size}.json")) for size in ("7b", "72b")]
-    head, its_head, layers, its_layers = 2.2, 5.0, 0.3, 1.2  # GB in float32; the student's gradients as much again
-    needed = head + layers + its_head + its_layers + (head + layers + 2 * head) + 0.6 + 1.5
-    assert tiny_bytes(*configs) / 1e9 == pytest.approx(needed, abs=0.3)
-    done = doctor(folders / "student", folders / "teacher", "--tiny")
-    assert re.search(r"`--tiny` needs about 1\.5 GB of memory for these heads; [\d.]+ GB are free\.", done.stderr)
-    monkeypatch.setattr("trl_opsd.cli.doctor.pair.free_bytes", lambda: 10**9)
-    done = doctor(folders / "student", folders / "teacher", "--tiny")
-    assert (done.exit_code, "1.0 GB are free: free some" in " ".join(done.stderr.split())) == (2, True)
-
-
 @pytest.mark.long
 def test_reference_holds_no_head_copy_and_gradients_once():
     made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
     mine, yours = (checks._logits_after(made, role) for role in ("student", "teacher"))
-    measure, peaks, found = checks._DIVERGENCES["jsd"], [], []
-    for reference in (checks._reference, partial(checks._compared, checks.dense_divergence)):
-        with _Live([]) as live:
-            arguments = (mine, yours, measure) if reference is checks._reference else (mine, yours, measure, None)
-            found.append(reference(*arguments, 259))
-        peaks.append(live.peak)
-    for mine, whole in zip(*found, strict=True):
-        assert torch.allclose(mine.double(), whole.double(), atol=1e-7)
-    of_head = 8 * 8192 * 2048
-    assert peaks[0] < of_head < peaks[1]
+    with Live() as live:
+        checks._reference(mine, yours, checks._DIVERGENCES["jsd"], 259)
+    assert live.peak < 20 * 8 * 8192 * len(mine.hidden), "what has the vocabulary and the tokens, none with the states"
     weights = [*made.student.model.parameters()]
-    with _Live([*weights, *made.teacher.model.parameters()]) as live:
+    with Live([*weights, *made.teacher.model.parameters()]) as live:
         checks.same_in_parts(made)
     assert live.peak < 2 * sum(one.nbytes for one in weights)
 
@@ -361,16 +339,6 @@ def test_settings_file_is_checked(folders, lines, verdict, said):
     assert (one.verdict, said in one.said) == (verdict, True), one
 
 
-def test_packages_that_a_run_lacks_here_are_named(folders, monkeypatch):
-    file = folders / "run.yaml"
-    file.write_text(f"use_vllm: true\noutput_dir: {folders}\n")
-    settings, names = read_settings(str(file)), (str(folders / "student"), str(folders / "teacher"))
-    assert checks.check_settings(settings, *names) == "All settings are known and consistent."
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    with pytest.raises(Doubt, match="`use_vllm=True` needs vllm, which is not installed here"):
-        checks.check_settings(settings, *names)
-
-
 def test_config_file_gives_models_and_loading_options(folders):
     file = folders / "run.yaml"
     options = {
@@ -379,9 +347,9 @@ def test_config_file_gives_models_and_loading_options(folders):
     }  # fmt: skip
     file.write_text(json.dumps(options))
     settings = read_settings(str(file))
-    assert [one.get("attn_implementation") for one in settings.loading] == ["eager", "eager"]
-    assert [one.get("local_files_only") for one in settings.loading] == [True, None]
-    found = load_pair(*settings.models, loading=settings.loading)
+    assert [one.get("attn_implementation") for one in loading(settings)] == ["eager", "eager"]
+    assert [one.get("local_files_only") for one in loading(settings)] == [True, None]
+    found = load_pair(*models_of(settings), settings=settings)
     assert [one.model.config._attn_implementation for one in (found.student, found.teacher)] == ["eager", "eager"]
     done = doctor("--config", file)
     assert done.exit_code == 0, done.output
@@ -389,7 +357,7 @@ def test_config_file_gives_models_and_loading_options(folders):
 
     del options["teacher_model_name_or_path"]
     file.write_text(json.dumps({**options, "teacher_model_kind": "live"}))
-    assert read_settings(str(file)).models == (options["model_name_or_path"],) * 2
+    assert models_of(read_settings(str(file))) == (options["model_name_or_path"],) * 2
     file.write_text(json.dumps({"output_dir": f"{folders}"}))
     done = doctor("--config", file)
     assert done.exit_code == 2
@@ -426,16 +394,6 @@ def test_equal_models_pass_the_loss_check():
     found = {one.name: one for one in checks.examine(pair(student, copy.deepcopy(student)))}
     assert found["loss"].verdict == "ok"
     assert float(found["loss"].said.split("forward_kl ")[1].split(",")[0]) < 1e-6
-
-
-def test_out_of_memory_error_advises_tiny(folders, monkeypatch):
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.0 GiB.")
-
-    monkeypatch.setattr("trl_opsd.cli.doctor.pair.create_model_from_path", full)
-    done = doctor(folders / "student", folders / "teacher")
-    assert done.exit_code == 2
-    assert "Tried to allocate 28.0 GiB" in done.stderr
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "mamba"])

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from trl_opsd.cli.plan.memory import (
     SHARE,
     Choice,
     Load,
-    Rates,
     considered,
     engine_bytes,
     host_bytes,
@@ -38,8 +36,8 @@ from trl_opsd.cli.plan.memory import (
     seconds,
     tracer,
 )
-from trl_opsd.cli.plan.shapes import shape_of
-from trl_opsd.cli.plan.shown import PlanRequest, options
+from trl_opsd.cli.plan.shapes import Images, shape_of
+from trl_opsd.cli.plan.shown import options
 from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.models.weights import cached_numbers, cached_per_token
 
@@ -49,6 +47,7 @@ SMALL = {"llama": tiny.llama, "gemma2": tiny.gemma2, "gpt2": tiny.gpt2}
 RARE = ("deepseek_v3", "gemma3n_text", "gpt_oss", "mamba")
 OF_TOYS = ("qwen3_moe", "qwen3_next", *RARE)
 LOAD = Load(gpus=1, batch=8, prompt=512, length=512, half=True, checkpointing=True)
+ON_80_GB = replace(LOAD, memory=80 * 10**9)
 
 
 def of(name: str):
@@ -138,9 +137,9 @@ def test_memory_grows_with_the_load_and_shrinks_with_devices():
 def test_loss_tiles_are_planned_as_the_loss_makes_them():
     """`test_cost.py` has the loss itself."""
     loads = [replace(LOAD, memory=size * 10**9) for size in (0, 24, 80)]
-    tiles = [loss_tile(of("1.5b"), of("7b"), 9999, load) for load in loads]
+    tiles = [loss_tile(of("1.5b"), of("7b"), 9999, load)[0] for load in loads]
     assert tiles == [246, 240, 480]
-    assert loss(of("1.5b"), of("7b"), 9999, loads[-1])[0] == 151936 * (480 * 16 + 120 * 8)
+    assert loss(of("1.5b"), of("7b"), 9999, loads[-1])[0] == 151936 * 480 * (16 + 2)
 
 
 BY_HAND = {
@@ -219,7 +218,7 @@ def test_ddp_holds_a_second_gradient_copy_in_every_phase():
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_one_copy_of_a_teacher_comes_before_eight(engine):
-    given = (of("7b"), of("72b"), replace(LOAD, gpus=8, batch=2), 80e9, 2000e9)
+    given = (of("7b"), of("72b"), replace(ON_80_GB, gpus=8, batch=2), 2000e9)
     plans = considered(*given, activations=a_gigabyte, engine=engine)
     copies = [
         (one.choice.sharding, one.choice.teacher, round(one.host / 1e9))
@@ -231,7 +230,7 @@ def test_one_copy_of_a_teacher_comes_before_eight(engine):
 
 
 def test_plans_that_fit_come_first_and_without_servers():
-    plans = considered(of("7b"), of("72b"), replace(LOAD, gpus=8, batch=2), 80e9, 2000e9, activations=a_gigabyte)
+    plans = considered(of("7b"), of("72b"), replace(ON_80_GB, gpus=8, batch=2), 2000e9, activations=a_gigabyte)
     ranks = [2 * (not one.fits) + (one.choice.teacher == "served") for one in plans]
     assert ranks == sorted(ranks)
     assert set(ranks) == {0, 1, 2, 3}
@@ -241,10 +240,10 @@ def test_plans_that_fit_come_first_and_without_servers():
 
 
 def test_a_teacher_on_the_devices_comes_before_host_memory():
-    load = replace(LOAD, gpus=8, batch=2)
-    [first, *_] = considered(of("1.5b"), of("7b"), load, 80e9, 2000e9, activations=a_gigabyte)
+    load = replace(ON_80_GB, gpus=8, batch=2)
+    [first, *_] = considered(of("1.5b"), of("7b"), load, 2000e9, activations=a_gigabyte)
     assert (first.choice.sharding, first.choice.teacher, first.host) == ("ddp", "none", 0)
-    alone = considered(of("7b"), of("72b"), replace(load, gpus=1), 80e9, 2000e9, activations=a_gigabyte)
+    alone = considered(of("7b"), of("72b"), replace(load, gpus=1), 2000e9, activations=a_gigabyte)
     assert (alone[0].choice.sharding, alone[0].choice.teacher) == ("zero3_offload", "stream")
 
 
@@ -255,16 +254,16 @@ def test_five_placements_are_shown(planned):
     assert len(found["placements"]) == 5
     first = found["placements"][0]
     assert (first["sharding"], first["teacher"]) == (found["sharding"], found["teacher"]) == ("ddp", "none")
-    table = planned(*given).stdout.partition("Placements")[2].partition("Host memory:")[0]
+    table = planned(*given).stdout.partition("Placements")[2].partition("\nFits")[0]
     assert len(table.strip().splitlines()) == 1 + 5
 
 
 def test_base_model_as_teacher_takes_no_memory():
-    student, load = of("7b"), replace(LOAD, batch=2, lora=16)
-    (plan,) = considered(student, student, load, 80e9, None, places=("itself",), activations=a_gigabyte)
+    student, load = of("7b"), replace(ON_80_GB, batch=2, lora=16)
+    (plan,) = considered(student, student, load, None, places=("itself",), activations=a_gigabyte)
     assert (plan.choice.teacher, plan.fits) == ("itself", True)
     learns = plan.phases["training"]
-    assert learns["idle teacher"] == plan.phases["scoring"]["active teacher"] == 0
+    assert not {"idle teacher", "active teacher"} & {*learns, *plan.phases["scoring"]}
     trained = 16 * student.linear
     assert learns["weights"] == 2 * student.parameters + 4 * trained
     assert learns["optimizer"] == 8 * trained
@@ -280,7 +279,7 @@ def test_passed_student_is_a_float32_copy_without_an_adapter(make_trainer, tmp_p
     assert [found[name]["idle origin"] for name in ("rollout", "training")] == [copy, copy]
     assert copy in (found["scoring"].get("idle origin"), found["scoring"].get("active origin"))
     adapted = phases(student, student, replace(load, lora=4), Choice("single", "none", 8), a_gigabyte)
-    assert adapted["rollout"]["idle origin"] == adapted["training"]["idle origin"] == 0
+    assert "idle origin" not in {**adapted["rollout"], **adapted["training"]}
 
 
 @pytest.mark.parametrize(("student", "teacher"), [("1.5b", "7b"), ("7b", "1.5b")])
@@ -308,7 +307,7 @@ def test_what_an_anchor_adds(student, teacher, kept):
     assert more["scoring"] == max(theirs[0] + resting, theirs[1] + 4 * reads) - theirs[0] + targets
     hosts = [host_bytes(student, teacher, one, choice) for one in (load, with_it)]
     assert hosts[1] - hosts[0] == (4 * student.parameters if kept in ("cpu", "stream") else 0)
-    spent = [seconds(student, teacher, one, choice, Rates()) for one in (load, with_it)]
+    spent = [seconds(student, teacher, one, choice) for one in (load, with_it)]
     assert spent[1]["scoring"] > spent[0]["scoring"]
     assert spent[1]["training"] > spent[0]["training"]
 
@@ -316,19 +315,18 @@ def test_what_an_anchor_adds(student, teacher, kept):
 def test_an_anchor_has_two_more_tiles_of_logits():
     """Of the student as it was passed, and a copy of the student's; so a tile has fewer tokens."""
     load = replace(LOAD, origin=True)
-    assert loss_tile(of("1.5b"), of("7b"), 9999, load) == 164
-    assert loss(of("1.5b"), of("7b"), 9999, load)[0] == 151936 * (164 * (16 + 8) + 41 * 8)
+    assert loss_tile(of("1.5b"), of("7b"), 9999, load) == (164, 151936 * 164 * (16 + 8 + 2))
 
 
 def test_what_a_contrast_adds():
     """A tile of logits, as was measured, targets of a second context, and the time to read it."""
     shapes, alone = (of("1.5b"), of("7b")), replace(LOAD, length=1024)
     both = replace(alone, contrast=True)
-    assert loss(*shapes, 9999, both)[0] == 151936 * (197 * (3 * 4 + 8) + 50 * 8)
+    assert loss(*shapes, 9999, both)[0] == 151936 * 197 * (3 * 4 + 8 + 2)
     choice = Choice("single", "none", 8)
     targets = [phases(*shapes, one, choice, a_gigabyte)["training"]["targets"] for one in (alone, both)]
     assert targets == [2 * 8 * 1024 * 3584, 4 * 8 * 1024 * 3584]
-    spent = [seconds(*shapes, one, choice, Rates()) for one in (alone, both)]
+    spent = [seconds(*shapes, one, choice) for one in (alone, both)]
     assert spent[1]["scoring"] == 2 * spent[0]["scoring"]
 
 
@@ -342,31 +340,26 @@ def test_the_command_counts_it(planned, flag, phase):
 
 
 def test_seconds_follow_the_rates():
-    shapes, choice = (of("0.5b"), of("7b")), Choice("single", "stream", 8)
-    usual, slow = Rates(), Rates(flops=40e12, memory=200e9, link=0.32e9, launch=150e-6)
-    found, slower = (seconds(*shapes, LOAD, choice, rates) for rates in (usual, slow))
-    assert found["rollout"] > 512 * 2 * shapes[0].parameters / usual.memory, "each token reads all weights"
-    for phase in ("rollout", "training"):
-        assert slower[phase] == pytest.approx(10 * found[phase])
-    assert slower["scoring"] == pytest.approx(2 * shapes[1].parameters / slow.link), "the link is the bottleneck"
+    shapes, choice = (of("0.5b"), of("7b")), Choice("single", "stream", 8, "vllm")
+    found = seconds(*shapes, LOAD, choice)
+    slower = seconds(*shapes, replace(LOAD, flops=40e12, bandwidth=200e9), choice)
+    assert found["rollout"] > 512 * 2 * shapes[0].parameters / LOAD.bandwidth, "each token reads all weights"
+    assert slower["rollout"] - 512 * 3e-3 == pytest.approx(10 * (found["rollout"] - 512 * 3e-3))
+    assert slower["training"] == pytest.approx(10 * found["training"])
+    assert found["scoring"] == pytest.approx(2 * shapes[1].parameters / 32e9), "the link is the bottleneck"
 
 
 @pytest.mark.quick
 def test_generation_by_transformers_waits_for_its_python_loop():
     """Issues name 40 to 80 seconds for 2,048 steps of a 7B model, and 16.5 for the traffic of its weights alone."""
     student, load = of("7b"), replace(LOAD, length=2048)
-    alone, adapter = student.kernels()
-    assert 45 <= alone / 28 <= 55, "45 a layer were counted on a CPU with autocast"
-    assert adapter == 7 * 7 * 28, "seven linear layers in each"
 
-    def generates(engine: str, **rates) -> float:
-        return seconds(student, student, load, Choice("single", "none", 8, engine), Rates(**rates))["rollout"]
+    def generates(engine: str, load: Load = load) -> float:
+        return seconds(student, student, load, Choice("single", "none", 8, engine))["rollout"]
 
     assert 40 < generates("transformers") < 80
-    assert generates("transformers", launch=0) == pytest.approx(16.5, abs=0.1)
     assert generates("vllm") == pytest.approx(16.5 + 2048 * 3e-3, abs=0.1)
-    load = replace(load, lora=16)
-    assert generates("transformers", launch=1e-3) == pytest.approx(2048e-3 * (alone + adapter), rel=0.01)
+    assert generates("transformers", replace(load, lora=16)) == pytest.approx(2048 * 28 * (52 + 49) * 15e-6, rel=0.01)
 
 
 @pytest.mark.quick
@@ -375,25 +368,23 @@ def test_a_token_of_an_engine_takes_milliseconds():
     student, longer = of("0.5b"), replace(LOAD, length=1024)
     for engine in ("vllm", "vllm, sleeping", "server"):
         choice = Choice("single", "none", 8, engine)
-        spent = [seconds(student, student, one, choice, Rates())["rollout"] for one in (LOAD, longer)]
+        spent = [seconds(student, student, one, choice)["rollout"] for one in (LOAD, longer)]
         assert 2.5e-3 < (spent[1] - spent[0]) / 512 < 5.5e-3
 
 
 @pytest.mark.quick
 def test_vllm_comes_first_where_it_fits(planned):
     assert json.loads(planned(*_SHORT, "--json").stdout)["engine"] == "vllm"
-    assert "engine: transformers" in planned(*_SHORT, "--gpu-memory", 4, "--host-memory", 999).stdout
-    said = " ".join(planned(*_SHORT, "--engine", "transformers", "--launch", 10).stdout.split())
-    assert "A token takes 10 µs of host time" in said
-    assert said.endswith("vLLM in the same process would also fit: --engine vllm.")
+    smaller = planned(*_SHORT, "--json", "--gpu-memory", 4, "--host-memory", 999)
+    assert json.loads(smaller.stdout)["engine"] == "transformers"
 
 
 @pytest.mark.quick
 def test_devices_of_servers_count():
     """145 GB of a teacher take four of 80 GB, 15 GB of a student that a server generates with one more."""
-    load = replace(LOAD, gpus=8)
+    load = replace(ON_80_GB, gpus=8)
     for engine, more in (("transformers", 0), ("server", 1)):
-        plans = considered(of("7b"), of("72b"), load, 80e9, None, activations=a_gigabyte, engine=engine)
+        plans = considered(of("7b"), of("72b"), load, None, activations=a_gigabyte, engine=engine)
         found = {one.choice.teacher: one.servers for one in plans}
         assert found == {"none": more, "cpu": more, "stream": more, "zero3": more, "served": 4 + more}
 
@@ -406,9 +397,9 @@ def test_what_cannot_fit_is_not_traced():
         traced.append(rows)
         return a_gigabyte(rows, products)
 
-    plans = considered(of("7b"), of("72b"), LOAD, 24e9, None, activations=activations)
+    plans = considered(of("7b"), of("72b"), replace(LOAD, memory=24 * 10**9), None, activations=activations)
     assert ([one.fits for one in plans], traced) == ([False] * 4, [])
-    considered(of("0.5b"), of("0.5b"), LOAD, 80e9, None, activations=activations)
+    considered(of("0.5b"), of("0.5b"), ON_80_GB, None, activations=activations)
     assert traced == [8] * 4
 
 
@@ -423,13 +414,10 @@ def test_printed_options_are_read_by_train(planned, arguments, tmp_path):
     assert done.exit_code == 0, done.output
     table, _, told = done.stdout.partition("\nFits with micro-batches of 256 tokens; ")
     assert max(map(len, table.splitlines())) <= 80
-    first, text, *rest = told.split("\n\n")
+    first, text, *_ = told.split("\n\n")
     command, written = first.rpartition(", then run ")[2], yaml.safe_load(text)
-    if "--gpus" in arguments:
-        assert command == "trl-opsd train --config run.yaml --accelerate_config ddp --num_processes 8"
-        assert yaml.safe_load(rest[1]) == {**yaml.safe_load(packaged("ddp")), "num_processes": 8}
-    else:
-        assert command == "trl-opsd train --config run.yaml --accelerate_config single"
+    launched = "ddp --num_processes 8" if "--gpus" in arguments else "single"
+    assert command == f"trl-opsd train --config run.yaml --accelerate_config {launched}"
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**written, "output_dir": str(tmp_path), "bf16": False}))
     given = OptionParser().given(["--config", str(file)])
@@ -440,15 +428,11 @@ def test_printed_options_are_read_by_train(planned, arguments, tmp_path):
     assert given.config.use_vllm == ("transformers" not in arguments)
 
 
-def packaged(name: str) -> str:
-    return (files("trl_opsd") / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(("lora", "resting"), [(None, 0), (16, 2)])
 def test_engine_takes_its_share_unless_it_sleeps(lora, resting):
     student, teacher = (shape_of(str(SHAPES / f"measured-{role}.json")) for role in ("student", "teacher"))
-    load = replace(LOAD, batch=2, prompt=64, length=64, lora=lora)
-    given = (student, teacher, load, 80e9, None)
+    load = replace(ON_80_GB, batch=2, prompt=64, length=64, lora=lora)
+    given = (student, teacher, load, None)
     traced = {"activations": a_gigabyte}
     without = {(one.choice.sharding, one.choice.teacher): one for one in considered(*given, **traced)}
     awake = considered(*given, engine="vllm", **traced)
@@ -469,21 +453,21 @@ def test_engine_takes_its_share_unless_it_sleeps(lora, resting):
         assert needed <= one.engine_share * 80e9 < needed + 0.05 * 80e9
         held = [parts.get("engine", 0) for parts in one.phases.values()]
         share = int(one.engine_share * 80e9)
-        assert held == ([share, 0, 0] if one.choice.sleeps else [share] * 3)
+        assert held == ([share, 0, 0] if (one.choice.engine == "vllm, sleeping") else [share] * 3)
         other = without[one.choice.sharding, one.choice.teacher]
         learns, alone = one.phases["training"], other.phases["training"]
         assert sum(learns.values()) == sum(alone.values()) + held[2]
         assert "KV cache" not in one.phases["rollout"]
-        assert one.host - other.host == (resting * student.parameters if one.choice.sleeps else 0)
-        told = options(one, PlanRequest(("a", "b"), (student, student), load, Rates(), 80e9))
+        assert one.host - other.host == (resting * student.parameters if (one.choice.engine == "vllm, sleeping") else 0)
+        told = options(one, "a", "b", load, student)
         assert told["vllm_gpu_memory_utilization"] == one.engine_share
-        assert told.get("vllm_enable_sleep_mode", False) is one.choice.sleeps
+        assert told.get("vllm_enable_sleep_mode", False) is (one.choice.engine == "vllm, sleeping")
     apart = considered(*given, engine="server", **traced)
-    assert {one.phases["rollout"]["engine"] for one in apart} == {0}
+    assert not any("engine" in one.phases["rollout"] for one in apart)
 
 
 def test_an_engine_sleeps_only_where_it_must():
-    given = (of("7b"), of("72b"), replace(LOAD, gpus=8), 80e9, 2000e9)
+    given = (of("7b"), of("72b"), replace(ON_80_GB, gpus=8), 2000e9)
     plans = considered(*given, activations=a_gigabyte, engine="vllm")
     found = {(one.choice.sharding, one.choice.teacher): one.choice.engine for one in plans if one.fits}
     assert found["zero3", "zero3"] == "vllm"
@@ -494,16 +478,13 @@ def test_an_offloaded_student_is_launched_on_all_devices(planned):
     found = json.loads(planned(*_SHORT, "--gpu-memory", 24, "--host-memory", 999, "--json", student="7b").stdout)
     assert found["sharding"] == "zero3_offload"
     assert found["command"].endswith("--accelerate_config zero3_offload --num_processes 1")
-    assert yaml.safe_load(found["accelerate_file"])["num_processes"] == 1
 
 
 def test_placement_that_does_not_fit_names_its_largest_part(planned):
     given = {"student": "7b", "teacher": "72b"}
     done = planned(*_SHORT, "--gpu-memory", 8, **given)
     assert done.exit_code == 1
-    said = " ".join(done.stdout.split())
-    assert "Does not fit in any placement. The phase `training` needs at least" in said
-    assert "the largest part is `optimizer` with 12.4 GB." in said
+    assert "the largest part is `optimizer` with 12.4 GB." in " ".join(done.stdout.split())
     found = json.loads(planned(*_SHORT, "--gpu-memory", 8, "--json", **given).stdout)
     assert (found["fits"], found["reason"] is not None) == (False, True)
     assert {one["fits"] for one in found["placements"]} == {False}
@@ -554,17 +535,17 @@ def is_kept(value) -> bool:
 
 def test_images_of_qwen2_5_vl_equal_sums_by_hand():
     """Of 1036 x 1036 pixels: 74 x 74 patches of 14, 2 x 2 of which are a token, each twice (temporal patches)."""
-    student = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"), [(1036, 1036)])
+    text = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"))
+    read = Images(37**2, 74**2, pixels := 4 * 3 * 2 * 1036**2, 32, 1280, inside := 10 * 1280 + 3 * 3420)
+    student = replace(text, images=read)
     block = 4 * 1280**2 + 4 * 1280 + 2 * 1280 + 3 * 1280 * 3420 + 2 * 3420 + 1280
     merger = 1280 + 5120**2 + 5120 + 5120 * 3584 + 3584
     tower = 3 * 2 * 14**2 * 1280 + 32 * block + merger
     assert student.parameters == 7_615_616_512 + tower == 8_292_166_656, "as published"
     assert student.rest == tower + 3584, "and the last norm"
-    assert (student.images.tokens, student.images.positions, student.images.counted_by) == (37**2, 74**2, "config")
     load = replace(LOAD, batch=4, prompt=100, length=100)
     choice = Choice("single", "stream", 2)
     found = phases(student, student, load, choice, a_gigabyte)
-    pixels, inside = 4 * 3 * 2 * 1036**2, 10 * 1280 + 3 * 3420
     assert pixels == 25_759_104
     assert [found[phase]["pixels"] for phase in ("rollout", "training")] == [4 * pixels, 2 * pixels]
     assert found["rollout"]["vision tower"] == 4 * 74**2 * 2 * inside == 1_010_212_480
@@ -578,7 +559,6 @@ def test_images_of_qwen2_5_vl_equal_sums_by_hand():
     assert found["scoring"]["vision tower"] == min(rows_of_pass, 4) * 74**2 * 2 * inside
     on_device = student.head + student.embeddings + tower + 3584 + 2 * student.layer
     assert found["scoring"]["active teacher"] == 2 * on_device
-    text = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"))
     hosts = [host_bytes(student, teacher, load, Choice("single", "none", 2)) for teacher in (student, text)]
     assert hosts == [8 * 2**25] * 2, "of this step and the next, pinned; the teacher reads the same, or none"
 
@@ -594,7 +574,7 @@ def sees(tmp_path):
 def test_images_are_counted_by_the_processor(sees, tmp_path):
     tiny.qwen2(32).config.save_pretrained(tmp_path / "text")
     command = ["plan", str(sees), str(tmp_path / "text"), "--batch", "1", "--prompt", "16", "--length", "16"]
-    given = [*command, "--images", "2", "--image-size", "40x60", "--engine", "transformers"]
+    given = [*command, *["--image", "40x60"] * 2, "--engine", "transformers"]
     found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
     processor = vision_language.processor("gemma3")
     pictures = [Image.new("RGB", (60, 40))] * 2
@@ -602,30 +582,9 @@ def test_images_are_counted_by_the_processor(sees, tmp_path):
     tokens = len(read["input_ids"][0]) - len(alone["input_ids"][0])
     assert list(found["images"]) == ["student"], "the teacher reads text"
     of_student = found["images"]["student"]
-    assert (of_student["tokens"], of_student["counted_by"]) == (tokens, "processor")
-    assert (of_student["positions"], of_student["pixels"]) == (10, 2 * 4 * 3 * 32**2)
+    assert [of_student[name] for name in ("tokens", "positions", "pixels")] == [tokens, 10, 2 * 4 * 3 * 32**2]
     assert "pixels" not in found["phases"]["scoring"]
-    table = CliRunner().invoke(app, given).stdout
-    assert re.search(r"^ *vision tower +[\d.]+ +[\d.]+ *$", table, re.MULTILINE)
-    assert f"The student's images take {tokens} tokens and 10 positions of its vision tower in each row" in " ".join(
-        table.split()
-    )
-
-
-def test_images_that_cannot_be_planned_are_bad_usage(sees, planned):
-    for given, said in {
-        ("--images", 2): "`--images N` and `--image-size HxW` (such as 1080x1920) belong together",
-        ("--image-size", "40x60"): "belong together",
-        ("--images", 2, "--image-size", "40"): "belong together",
-        ("--images", 2, "--image-size", "40x60"): "neither student nor teacher has a vision tower",
-    }.items():
-        done = planned(*given)
-        assert done.exit_code == 2
-        assert said in " ".join(done.stderr.split())
-    given = ["--prompt", "128", "--length", "128", "--images", "1", "--image-size", "40x60"]
-    done = CliRunner().invoke(app, ["plan", str(sees), *given])
-    assert done.exit_code == 2
-    assert "with 10 for images, are 266 tokens, but the student's context has 256" in " ".join(done.stderr.split())
+    assert re.search(r"^ *vision tower +[\d.]+ +[\d.]+ *$", CliRunner().invoke(app, given).stdout, re.MULTILINE)
 
 
 def test_a_window_bounds_the_cache():
@@ -645,7 +604,7 @@ def test_rows_beyond_the_context_of_either_model_are_bad_usage(tmp_path):
         models = [str(tmp_path / name) for name in "ab"]
         done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "49", "--no-bf16"])
         assert done.exit_code == 2
-        assert f"are 65 tokens, but the {role}'s context has 64" in done.stderr
+        assert f"65 tokens, but the {role}'s context has 64" in done.stderr
     done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "48", "--no-bf16"])
     assert done.exit_code == 0, done.output
 
@@ -666,24 +625,3 @@ def test_plan_of_a_small_self_teacher_is_in_mb(tmp_path):
 def test_plan_imports_no_trainer_and_no_engine():
     code = "import sys, trl_opsd.cli.plan.shown; assert not {'trl', 'vllm', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_backbone_without_a_head_is_bad_usage(tmp_path):
-    tiny.qwen2(32).model.save_pretrained(tmp_path)
-    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
-    assert done.exit_code == 2
-    assert "is a Qwen2Model, which has no output head" in " ".join(done.stderr.split())
-
-
-def test_no_config_is_bad_usage(tmp_path):
-    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
-    assert done.exit_code == 2
-    assert "Should have a `model_type` key in its config.json" in " ".join(done.stderr.split())
-
-
-def test_a_config_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{broken")
-    for source in (tmp_path, tmp_path / "gone"):
-        done = CliRunner().invoke(app, ["plan", str(source)])
-        assert done.exit_code == 2
-        assert f"'{source}': its config cannot be read (" in " ".join(done.stderr.split())

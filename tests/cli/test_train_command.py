@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 import trl_opsd
 from trl_opsd import ServerError
-from trl_opsd._compat.trl import DatasetMixtureConfig, ScriptArguments
 from trl_opsd.cli.main import app, explained
 from trl_opsd.cli.train import launch, script
 from trl_opsd.cli.train.options import OptionParser
@@ -153,22 +152,6 @@ def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path
             app(asked)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--lora_r", "16"], "`lora_r=16` has no effect: set `use_peft: true`, or remove it."),
-    ],
-)
-def test_mistakes_of_the_first_run_are_one_sentence(given, said, disk, tmp_path, monkeypatch):
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
-    arguments = ["train", *disk, *options(tmp_path), "--save_strategy", "no", *given]
-    done = CliRunner().invoke(app, arguments, prog_name="trl-opsd")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[0].startswith(f"trl-opsd train: error: {said}")
-    assert len(done.stderr.splitlines()) == 2
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("error", "status"),
@@ -194,23 +177,6 @@ def test_builtin_type_error_keeps_its_traceback(capsys):
     with pytest.raises(TypeError, match="NoneType"), explained(lambda: "it", whole=False):
         format(None, ".2f")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "no such file"),
-        ("", "the file is empty"),
-        ('{"prompt": "a"}\n{"prompt": "b', r"cannot be read as json \(.+\)"),
-        ("\x00\x01", "cannot be read as json"),
-    ],
-)
-def test_data_that_cannot_be_read_is_named(text, message, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ValueError, match=f"`dataset_name='{file}'`:? {message}"):
-        script.loaded(ScriptArguments(dataset_name=str(file)), DatasetMixtureConfig())
 
 
 @pytest.mark.quick
@@ -315,9 +281,10 @@ def test_a_dry_run_takes_one_step_and_leaves_nothing(disk, tmp_path, capsys, mon
     assert list(tmp_path.iterdir()) == []
     said = capsys.readouterr().out
     logged = trainer.state.log_history[0]
-    assert f"divergence    {logged['divergence/mean']:.4g} nats per token" in said
-    assert f"loss {logged['loss']:.4g}" in said
-    assert "the whole run 3 steps" in said
+    told = dict(line.split(maxsplit=1) for line in said.splitlines() if line.startswith("  "))
+    for name in ("divergence/mean", "loss"):
+        assert told[name].split()[0] == f"{logged[name]:.4g}"
+    assert told["the"].split()[2:4] == ["3", "steps;"], "of the whole run"
     assert not any(name.startswith("eval_") for row in trainer.state.log_history for name in row)
     start = tiny.qwen2(32, seed=0)
     moved = [not torch.equal(one, was) for one, was in zip(trainer.model.parameters(), start.parameters(), strict=True)]

@@ -9,7 +9,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout
-from trl_opsd.data.tokenization import added_at_end, check_template_arguments
+from trl_opsd.data.tokenization import added_at_end
 
 pytestmark = pytest.mark.quick
 
@@ -67,36 +67,10 @@ def test_intended_text_does_not_warn(make_trainer, caplog):
     assert warnings(caplog) == []
 
 
-def test_unread_chat_template_argument_warns(make_trainer, caplog):
-    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4})
-    make_trainer(train_dataset=rows, chat_template_kwargs={"enable_thinking": False})
-    assert "`chat_template_kwargs` sets 'enable_thinking', which the tokenizer's chat template does not" in caplog.text
-
-
-def test_arguments_that_any_template_may_read_are_found():
-    words = tiny.tokenizer()
-    words.chat_template = {"default": tiny.CHAT_TEMPLATE, "tool_use": "{% if enable_thinking is defined %}{% endif %}"}
-    assert check_template_arguments(words, "option", ["enable_thinking", "documents", "messages"]) is None
-    assert "did you mean 'enable_thinking'?" in (check_template_arguments(words, "option", ["enable_thinkin"]) or "")
-    words.chat_template = None
-    assert check_template_arguments(words, "option", ["enable_thinkin"]) is None
-
-
 # ---- What a template makes of prompts --------------------------------------------------------------------------------
 
 CHAT = "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-INST = (
-    "{% for one in messages %}{% if one.role == 'user' %}[INST] {{ one.content }} [/INST]{% else %} {{ one.content }}"
-    "<|im_end|>{% endif %}{% endfor %}"
-)
-THINKS = (
-    "{% for one in messages %}<|im_start|>{{ one.role }}\n{% if one.role == 'assistant' %}<think>\n\n</think>\n\n"
-    "{% endif %}{{ one.content }}<|im_end|>\n{% endfor %}"
-)
-STRICT = INST.replace("{% else %}", "{% elif True %}{{ raise_exception('no answers') }}{% else %}")
-
-UNASKED = "before an answer, but not at the end of a prompt"
 
 
 def asked(*contents) -> Dataset:
@@ -107,24 +81,6 @@ def with_template(template: str) -> PreTrainedTokenizerFast:
     words = tiny.tokenizer()
     words.chat_template = template
     return words
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (CHAT, [UNASKED]),
-        ("{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}", [UNASKED]),
-        (CHAT + ASKED, []),
-        (THINKS + ASKED, []),  # a prompt that ends with less than precedes an answer
-        (INST, []),  # an answer follows at once, as with Mistral and Llama 2
-        ("{% for one in messages %}{{ one.content }}{{ eos_token }}{% endfor %}", []),  # as with DialoGPT
-        ("{% for one in messages %}{{ one.content }}{% endfor %}", []),
-        (STRICT, []),  # refuses the answer that shows what precedes one
-    ],
-)
-def test_template_without_a_generation_prompt_warns(make_trainer, caplog, template, said):
-    make_trainer(train_dataset=asked("hi", "ho", "ho"), processing_class=with_template(template))
-    assert [UNASKED] * (UNASKED in caplog.text) == said
 
 
 DROPS = CHAT.replace("in messages", "in messages[:-1]") + ASKED
@@ -204,50 +160,7 @@ def test_content_parts_of_a_stream_are_refused_when_drawn(make_trainer, template
         make_trainer(train_dataset=rows, processing_class=words, rollout=HFRollout()).train()
 
 
-def test_first_prompts_of_a_stream_warn_once(make_trainer, caplog):
-    make_trainer(train_dataset=in_a_stream(asked(*"abcd")), processing_class=with_template(CHAT), rollout=HFRollout(),
-                 max_steps=2).train()  # fmt: skip
-    assert caplog.text.count(UNASKED) == 1
-
-
 def test_content_parts_that_a_template_reads_are_accepted(make_trainer):
     reads = "{% for one in messages %}{% for part in one.content %}{{ part.text }}{% endfor %}{% endfor %}"
     trainer = make_trainer(train_dataset=asked(PARTS, PARTS), processing_class=with_template(reads))
     assert trainer.processing_class.decode(trainer.tokenize([trainer.train_dataset[0]["prompt"]])[0]) == "hi"
-
-
-ENDED = "so there is nothing left to generate"
-
-
-@pytest.mark.parametrize(
-    ("text", "end", "is_said"),
-    [
-        ("<|im_start|>user\nhi<|im_end|>\n", "<|im_end|>", True),  # `add_generation_prompt` was forgotten
-        ("<|im_start|>user\nhi<|im_end|>\n", "<|endoftext|>", True),  # of a turn, by the template
-        ("hi<|endoftext|>", "<|endoftext|>", True),
-        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>", False),
-        ("<|endoftext|>", "<|endoftext|>", False),  # a start, for a model whose start and end are one
-        ("hi", "<|im_end|>", False),
-    ],
-)
-def test_prompt_that_ends_with_an_end_token_warns(make_trainer, caplog, text, end, is_said):
-    words = tiny.tokenizer()
-    words.eos_token = end
-    make_trainer(train_dataset=Dataset.from_dict({"prompt": [text] * 2}), processing_class=words)
-    assert (ENDED in caplog.text) is is_said
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("column", "name"), [("teacher_prompt", "The teacher_prompt"), ("privileged_context", "The teacher's prompt")]
-)
-def test_teacher_prompt_that_ends_with_an_end_token_warns(make_trainer, caplog, column, name, stream):
-    rows = tiny.rows(2).add_column(column, ["4<|im_end|>\n"] * 2)
-    joined = {"teacher_prompt_template": "{prompt}{privileged_context}"} if column == "privileged_context" else {}
-    if not stream:
-        make_trainer(train_dataset=rows, **joined)
-    else:
-        make_trainer(train_dataset=rows.to_iterable_dataset(), max_steps=1, **joined).train()
-    where = "the batch of step 1" if stream else "train_dataset"
-    assert f"{name} in row 0 of {where} ends with the end token '<|im_end|>', {ENDED}" in caplog.text
-    assert caplog.text.count(ENDED) == 1

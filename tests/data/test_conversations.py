@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from datasets import Dataset
 from support import tiny
@@ -69,28 +67,3 @@ def test_conversations_of_every_dataset_are_split(make_trainer):
 def test_prompt_column_wins_over_messages(make_trainer):
     both = tiny.rows().add_column("messages", CONVERSATIONS)
     assert make_trainer(train_dataset=both).train_dataset["prompt"] == tiny.rows()["prompt"]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    "conversation",
-    [
-        [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}],
-        [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}],
-    ],
-)
-def test_advice_for_conversations_makes_prompts(make_trainer, conversation):
-    dataset = Dataset.from_list([{"conversations": conversation}] * 8)
-
-    def advised(message: str, code: str) -> str:
-        with pytest.raises(ValueError, match=message) as raised:
-            make_trainer(train_dataset=dataset)
-        return re.search(rf"`({code})`", str(raised.value))[1]
-
-    dataset = eval(advised("has no column 'prompt'", r"dataset\.rename_column.*"), {"dataset": dataset})
-    if "from" in conversation[0]:
-        converted = advised("a dict with", r"\[.*\]")
-        dataset = dataset.map(lambda row: {"prompt": eval(converted, {"row": row})})
-    shortened = advised("ends with a message of the assistant", "prompt = .*?").replace("prompt = ", "")
-    made = dataset.map(lambda row: {"prompt": eval(shortened, {"messages": row["prompt"]})})
-    assert make_trainer(train_dataset=made).train_dataset[0]["prompt"] == [{"role": "user", "content": "2+2="}]

@@ -80,7 +80,7 @@ def test_rows_that_differ_in_words_only_have_one_shape(dataset):
         assert (shapes[one] == shapes[other]) == (survey.shapes[one] == survey.shapes[other]), (one, other)
     firsts = [shapes.index(shape) for shape in shapes]
     assert survey.first_of_each_shape.tolist() == sorted(set(firsts))
-    assert survey.first_of_each_shape[survey.shape_of_row].tolist() == firsts
+    assert survey.first_alike.tolist() == firsts
 
 
 @pytest.mark.parametrize("dataset", DATASETS)

@@ -30,7 +30,7 @@ def rollouts(rank: int) -> list[Rollout]:
         return [draw.randint(3, tiny.VOCABULARY - 1) for _ in range(number)]
 
     document, other = ids(130 + 20 * rank), ids(160)
-    calls = [[document] * 3, [document] * 2 + [other] * 3 * rank, [ids(5)] * (1 + 3 * rank), [other] * 2]
+    calls = [[document] * 3, [document] * 2 + [other] * rank, [ids(5)] * (1 + 3 * rank), [other] * 2]
     return [
         Rollout.of([[*one, *ids(4)] for one in call], [ids(draw.randint(1, 6)) for _ in call], CPU) for call in calls
     ]
@@ -49,6 +49,6 @@ def read(folder: Path, names: list[str]) -> dict[str, Any]:
         for rollout in given:
             expected = whole[32 if name == "own base" else 48].targets(rollout).hidden
             apart.append(float((trainer.teacher.targets(rollout).hidden - expected).norm() / expected.norm()))
-        prefixes = trainer.teacher.prefixes
-        found[name] = {"apart": max(apart), "saved": prefixes.saved, "kept": [len(one.ids) for one in prefixes.kept]}
+        prefix = trainer.teacher.prefix
+        found[name] = {"apart": max(apart), "saved": prefix.saved, "kept": len(prefix.kept)}
     return found

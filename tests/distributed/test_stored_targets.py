@@ -41,9 +41,9 @@ def of_processes(folder: Path, strategy: str) -> dict[str, Any]:
 
     offload = {"teacher_offload": "zero3"} if strategy == "zero3" else {}
     lived = trained("lived", **offload)
-    [writer] = write_targets(trainer("written", **offload), folder / "targets")
+    store = write_targets(trainer("written", **offload), folder / "targets")
     stored = trained("stored", teacher_targets=str(folder / "targets"))
-    return {"lived": lived, "stored": stored, "rows": len(writer.store.rows), "process": PartialState().process_index}
+    return {"lived": lived, "stored": stored, "rows": len(store.rows), "process": PartialState().process_index}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -126,7 +127,8 @@ SERVED = {"full, served": ("full", {"served": True}), "lora, served": ("lora", {
 """Variants whose teacher is behind a server: which of `ALONE` each must equal, and its options."""
 
 _SERVERS = ExitStack()
-"""Servers in this process, which last as long."""
+"""Servers in this process, closed at its exit: later, each would wait for a thread that is gone."""
+atexit.register(_SERVERS.close)
 
 
 OVERLAPPED = {

@@ -26,7 +26,7 @@ from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.cli.targets import write_targets
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.teacher import prefix, prefix_choice
+from trl_opsd.teacher import prefix
 
 RATE, LIMIT = 0.03, 550
 ROWS = {1: 8, 2: 12}
@@ -118,7 +118,7 @@ THIRD_MODELS = {
 CUT = {"clipped", "buckets"}
 WHOLE = {*THIRD_MODELS, "temperatures", "bytes"} - {"anchor", "anchor, forward"}
 OTHER_PROMPTS = {"unprivileged", "a prompt of the completion", "a prompt of rewards"}
-"""Those of a teacher have no beginning in common."""
+"""Those of a teacher have no beginning in common; with `SUCCESS` some have."""
 OTHER_READING = {*OTHER_PROMPTS, *SUCCESS, "feedback"}
 """With these a teacher reads more than columns in evaluations."""
 CERTIFICATE = ("kl", "agreement")
@@ -135,9 +135,9 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
     ("prefixes", {"stored"}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
-    ("stored", {"bytes"}, "these models share none"),
-    ("stored", KNOWN, "teacher"),
-    ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a KnownTeacher"),
+    ("stored", {"bytes"}, "a folder keeps shared tokens"),
+    ("stored", KNOWN - {"teacher's tokens"}, "nothing that a student changes"),
+    ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a ServedTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
     *((name, {"a prompt of the completion", "a prompt of rewards"}, "`teacher_prompt_fn` with") for name in SUCCESS),
 ]
@@ -271,7 +271,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     is_long = bool({*names} & SKIPPING)
     is_told = len(columns) > 1 or bool({*names} & SUCCESS) or is_acted
     # Prompts of a few tokens would not be worth it.
-    short = mock.patch.object(prefix_choice, "LEAST", 2), mock.patch.dict(prefix.PASS_TOKENS, cpu=1)
+    short = mock.patch.object(prefix, "MASKED", 1), mock.patch.dict(prefix.PASS_TOKENS, cpu=1)
     with warnings.catch_warnings(), short[0], short[1]:
         warnings.simplefilter("ignore")
         try:
@@ -340,7 +340,7 @@ def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
         assert said in found["refused"]
         return
     assert "refused" not in found, found["refused"]
-    if "prefixes" in names and not {*names} & OTHER_PROMPTS:
+    if "prefixes" in names and not {*names} & {*OTHER_PROMPTS, *SUCCESS}:
         assert sum(found["metrics"]["teacher/prefix_saved"]) > 0
     losses, weights, certificates = expected(options_of(names), found)
     # a step in which no row counts has no loss

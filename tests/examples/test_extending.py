@@ -22,7 +22,6 @@ IMPORTS = "from trl_opsd import Method, OPSDTrainer\n"
 EXAMPLES |= {
     name: IMPORTS + next(one for one in BLOCKS if f"class {name}" in one) for name in ("SkipSolved", "HintOnFailure")
 }
-EXAMPLES["A rollout"] += next(one for one in BLOCKS if "class FromServer" in one)
 SOLVED = {"2+2=", "a"}
 """Prompts whose completions are all right, by the reward function of these tests."""
 
@@ -52,7 +51,7 @@ def run(tmp_path):
 def test_the_page_has_the_examples_this_file_runs():
     with_headings = {"A method", "A divergence", "Weights", "A teacher", "A rollout"}
     assert set(EXAMPLES) == {*with_headings, "SkipSolved", "HintOnFailure"}
-    assert len(BLOCKS) == len(EXAMPLES) + 1, "and the streaming rollout"
+    assert len(BLOCKS) == len(EXAMPLES)
 
 
 def test_a_custom_method_weighs_tokens(run):

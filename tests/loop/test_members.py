@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support import tiny, tool_calls
-from support.mirror_engine import Mirrored
 from support.parity import TOLERANCE, Replaying
 from trl import DistillationConfig, DistillationTrainer
 
@@ -87,30 +86,6 @@ def test_rollouts_follow_an_assigned_generation_config_as_in_trl(make_trainer, t
         setattr(ours.generation_config, name, value)
         setattr(theirs.generation_config, name, value)
     assert completions(ours) == completions(theirs) != before
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("eos_token_id", 5, r"set `model\.generation_config\.eos_token_id` before"),
-        ("num_return_sequences", 2, "one completion per prompt"),
-        ("max_new_tokens", 100, "expected an integer from 1 to `max_completion_length=24`"),
-        ("max_new_tokens", None, "expected an integer from 1"),
-    ],
-)
-def test_generation_config_that_a_rollout_cannot_follow_is_refused(make_trainer, name, value, message):
-    trainer = make_trainer(rollout=HFRollout())
-    setattr(trainer.generation_config, name, value)
-    with pytest.raises(ValueError, match=rf"`trainer\.generation_config\.{name} = {value}`.*{message}"):
-        completions(trainer)
-
-
-def test_an_engine_follows_no_assignment_to_the_generation_config(make_trainer, tmp_path):
-    trainer = make_trainer(rollout=Mirrored(tiny.config(tmp_path)), max_completion_length=16)
-    completions(trainer)
-    trainer.generation_config.temperature = 0.5
-    with pytest.raises(ValueError, match=r"temperature = 0\.5` is not supported: an engine uses the options of `OPSD"):
-        completions(trainer)
 
 
 @pytest.mark.parametrize("late", ["pad_to_multiple_of", "shuffle_dataset"])

@@ -117,14 +117,10 @@ def test_generation_config_of_the_teacher_is_followed_with_a_warning(make_traine
     teacher.generation_config.suppress_tokens = sorted(set(first.values()))
     teacher.generation_config.eos_token_id = [WORDS.eos_token_id, 9]
     trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_model=teacher)
-    said = [record.message for record in caplog.records if "`seq_kd=True`: the teacher" in record.message]
-    assert len(said) == 2
-    assert (
-        f"generates with {{'suppress_tokens': {sorted(set(first.values()))}}} from its own generation config" in said[0]
-    )
     ends = WORDS.eos_token_id
-    assert f"ends with {sorted([ends, 9])}, the student with [{ends}], so its completions continue after [9]" in said[1]
-    assert f"`generation_kwargs={{'eos_token_id': {sorted([ends, 9])}}}`" in said[1]
+    said = f"ends with {sorted([ends, 9])}, the student with [{ends}], so its completions continue after [9]"
+    assert said in caplog.text
+    assert f"`generation_kwargs={{'eos_token_id': {sorted([ends, 9])}}}`" in caplog.text
     trainer.train()
     assert all(not set(ids) & set(first.values()) for *_, ids in trainer.taught)
 

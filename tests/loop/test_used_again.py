@@ -43,15 +43,6 @@ def test_each_trainer_keeps_its_own_precision(make_trainer, trained):
     assert tiny.logged(second, "loss") != pytest.approx(tiny.logged(alone, "loss"), abs=1e-6)
 
 
-def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
-    trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"))
-    trainer.model.merge_adapter()
-    with pytest.raises(ValueError, match=r"adapter is merged .*`unmerge_adapter\(\)` on the model"):
-        trainer.train()
-    trainer.model.unmerge_adapter()
-    trainer.train()
-
-
 def lora(**options):
     return LoraConfig(r=4, target_modules="all-linear", **options)
 

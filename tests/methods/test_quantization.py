@@ -285,10 +285,6 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (4, "`StudentQuantization.format=4`: expected one of"),
     (QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32)), "a `QATConfig` with such a config as"),
-    (
-        IntxWeightOnlyConfig(torch.int4, PerGroup(48)),
-        "IntxWeightOnlyConfig does not work for model.layers.0.self_attn.q_proj with 64 input",
-    ),
 ]
 
 
@@ -302,10 +298,6 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
     student, teacher = models()
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no `nn.Linear` in its decoder"):
         trainer_of(tmp_path, "int4", (tiny.gpt2(64), teacher))
-    zero = tiny.qwen2(64, seed=0)
-    zero.model.layers[0].mlp.up_proj.weight.data[3] = 0
-    with pytest.raises(ValueError, match=r"NaN of model.layers.0.mlp.up_proj, which has zeros alone, or rows of them"):
-        trainer_of(tmp_path, "fp8", (zero, teacher))
     with pytest.raises(ValueError, match="the model has no path, but beside an adapter"):
         trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"]))
     models()[0].save_pretrained(tmp_path / "base")

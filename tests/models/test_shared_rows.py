@@ -16,24 +16,24 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("make", [tiny.qwen2, tiny.llama])
 def test_students_with_full_attention_are_accepted(make):
     student = make()
-    check_shareable(student, 2, "sdpa")
-    check_shareable(student, 2, None)
+    check_shareable(student, "sdpa")
+    check_shareable(student, None)
 
 
 SIZES = {name: getattr(tiny.qwen2().config, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
 
 
 @pytest.mark.parametrize(
-    ("make", "size", "said"),
+    ("make", "said"),
     [
-        (lambda: tiny.qwen2(attn_implementation="eager"), 2, "attention is 'eager', expected 'sdpa'"),
-        (lambda: tiny.model(Gemma3TextConfig(**SIZES)), 2, "layers of the kind 'sliding_attention'"),
-        (lambda: tiny.model(MistralConfig(**SIZES, sliding_window=8)), 2, "layers of the kind 'sliding_attention'"),
+        (lambda: tiny.qwen2(attn_implementation="eager"), "attention is 'eager': load it with .*'sdpa'"),
+        (lambda: tiny.model(Gemma3TextConfig(**SIZES)), "layers of the kind 'sliding_attention'"),
+        (lambda: tiny.model(MistralConfig(**SIZES, sliding_window=8)), "layers of the kind 'sliding_attention'"),
     ],
 )
-def test_students_whose_rows_cannot_be_shared_are_refused(make, size, said):
+def test_students_whose_rows_cannot_be_shared_are_refused(make, said):
     with pytest.raises(ValueError, match=said):
-        check_shareable(make(), size, "sdpa")
+        check_shareable(make(), "sdpa")
 
 
 @pytest.mark.parametrize(

@@ -35,27 +35,24 @@ def run(make_trainer: Any, words: PreTrainedTokenizerFast | None, **given: Any) 
 
 
 @pytest.mark.parametrize("teacher", ["another", "itself"])
-def test_a_padding_token_outside_the_vocabulary_changes_no_number(make_trainer, caplog, teacher):
+def test_a_padding_token_outside_the_vocabulary_changes_no_number(make_trainer, teacher):
     given: dict[str, Any] = {"train_dataset": ROWS}
     if teacher == "itself":
         given |= {"teacher_model": None, "teacher_model_kind": "base"}
     plain = tiny.tokenizer()
     plain.pad_token = plain.eos_token
     expected, _ = run(make_trainer, plain, **given)
-    assert "padding token" not in caplog.text
     padded, trainer = run(make_trainer, grown(pad_token="[PAD]"), **given)
     assert padded == expected
-    assert caplog.text.count("The padding token '[PAD]' has the id 259, but the student has 259 ids") == 1
     assert trainer.model.config.pad_token_id == trainer.model.generation_config.pad_token_id == plain.eos_token_id
 
 
-def test_special_tokens_saved_with_the_student_are_checked(make_trainer, tmp_path, caplog):
+def test_special_tokens_saved_with_the_student_are_checked(make_trainer, tmp_path):
     student = tiny.qwen2()
     student.generation_config.eos_token_id = [2, 999, -1]
     student.save_pretrained(tmp_path / "student")
     grown(pad_token="[PAD]").save_pretrained(tmp_path / "student")
     trainer = make_trainer(model=str(tmp_path / "student"), processing_class=None, rollout=HFRollout())
-    assert "'<|im_end|>' is used for padding instead" in caplog.text
     assert trainer.eos_token_ids == trainer.generation_kwargs["eos_token_id"] == [2]
     ends = (trainer.generation_config.eos_token_id, trainer.generation_config.pad_token_id)
     assert ends == ([2], 2)

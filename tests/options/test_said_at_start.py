@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from support import tiny
 
 from trl_opsd import HFRollout
@@ -40,27 +38,6 @@ def test_first_divergence_above_zero_does_not_warn(make_trainer, caplog):
 
 
 # ---- What may be trained --------------------------------------------------------------------------------------------
-
-
-def test_optimizer_of_some_parameters_warns(make_trainer, caplog):
-    student = tiny.qwen2()
-    before = {name: one.clone() for name, one in student.named_parameters()}
-    trainer = make_trainer(
-        model=student, optimizers=(torch.optim.AdamW(student.lm_head.parameters(), lr=1e-2), None), max_steps=1
-    )
-    total = len(before)
-    assert (
-        f"1 of the student's {total} trainable parameters; the first one it leaves out is 'model.embed" in caplog.text
-    )
-    trainer.train()
-    moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
-    assert moved == {"lm_head.weight"}
-
-
-def test_optimizer_of_all_trained_parameters_does_not_warn(make_trainer, caplog):
-    student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"]))
-    make_trainer(model=student, optimizers=(torch.optim.AdamW(student.parameters(), lr=1e-2), None))
-    assert "leaves out" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -115,10 +92,3 @@ def test_teacher_text_beside_student_messages_warns(make_trainer, caplog):
     rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
     make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
     assert "The prompts are text for the teacher but messages for the student" in caplog.text
-
-
-@pytest.mark.parametrize(("role", "warns"), [("human", True), ("user", False)])
-def test_roles_that_templates_seldom_know_warn(make_trainer, caplog, role, warns):
-    rows = Dataset.from_list([{"prompt": [{"role": role, "content": "2+2="}]}] * 4)
-    make_trainer(train_dataset=rows)
-    assert ("have roles that chat templates seldom know: human. Name them" in caplog.text) == warns

@@ -17,7 +17,7 @@ from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.errors import ServerError, SyncError
-from trl_opsd.rollout import generation_client, weight_sync
+from trl_opsd.rollout import served, weight_sync
 
 
 def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:
@@ -85,7 +85,7 @@ class Alike:
         trainer = serve(peft_config=lora())
         prompt = trainer.tokenize(["a"])
         with monkeypatch.context() as patch:
-            patch.setattr(generation_client, "weights_of", weight_sync.base_weights_of)
+            patch.setattr(served, "weights_of", weight_sync.base_weights_of)
             with pytest.raises(SyncError, match="Likely a missing adapter"):
                 trainer.complete(prompt)
         trainer.complete(prompt)

@@ -24,8 +24,8 @@ pytest.importorskip("vllm")
 from trl_opsd.errors import ServerError
 from trl_opsd.http import client as http
 from trl_opsd.parallel.prefetch import Closable, Prefetcher
-from trl_opsd.rollout.generation_client import Facts
 from trl_opsd.rollout.returned import checked_stream
+from trl_opsd.rollout.served import Facts
 from trl_opsd.rollout.vllm_server import VLLMServerClient
 
 SECONDS = 10.0

@@ -231,28 +231,19 @@ class TestAnotherGenerate:
         assert trainer.complete(prompt_ids) == expected
 
     @pytest.mark.parametrize(
-        ("ours", "message"),
+        "ours",
         [
-            (lambda theirs, **given: "text", r"returned a str; expected integers of shape \[4, 14 to 38\]"),
-            (lambda theirs, **given: theirs(**given)[:, 14:], "returned (shape|rows that)"),
-            (lambda theirs, **given: theirs(**given).flip(1), "rows that do not start with their prompts"),
-            (lambda theirs, **given: theirs(**given).float(), "returned torch.float32 of shape"),
-            (lambda theirs, **given: theirs(**given).repeat(2, 1), r"returned shape \[8, "),
-            (lambda theirs, **given: torch.nn.functional.pad(theirs(**given), (0, 99)), r"returned shape \[4, 1"),
+            lambda theirs, **given: theirs(**given)[:, 14:],
+            lambda theirs, **given: theirs(**given).flip(1),
+            lambda theirs, **given: theirs(**given).repeat(2, 1),
+            lambda theirs, **given: torch.nn.functional.pad(theirs(**given), (0, 99)),
         ],
-        ids=["text", "stripped", "no_prompt", "floats", "rows", "length"],
+        ids=["stripped", "no_prompt", "rows", "length"],
     )
-    def test_returned_values_that_are_no_completions_are_refused(self, make_writing, ours, message):
+    def test_returned_values_that_are_no_completions_are_refused(self, make_writing, ours):
         trainer = make_writing(model=patched(tiny.qwen2(), ours))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="returned other rows than the prompts and at most 24 tokens"):
             trainer.rollout.complete(trainer.tokenize(PROMPTS), 0)
-
-    def test_a_generate_without_generation_config_is_refused(self, make_writing):
-        student = tiny.qwen2()
-        student.generate = lambda input_ids, attention_mask: input_ids
-        trainer = make_writing(model=student)
-        with pytest.raises(ValueError, match=r"accepts \['input_ids', 'attention_mask'\], but no `generation_config`"):
-            trainer.rollout.complete([[5]], 0)
 
 
 class TestOptionsOfCheckpoints:
@@ -320,21 +311,6 @@ class TestFallback:
         trainer = make_writing()
         trainer.complete(trainer.tokenize(PROMPTS))
         assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
-
-
-def test_gathering_all_weights_per_token_warns(make_writing, monkeypatch, caplog):
-    trainer = make_writing()
-    for launch, processes, warns in (
-        (DistributedType.FSDP, 2, True),
-        (DistributedType.FSDP, 1, False),
-        ("NO", 2, False),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(trainer.accelerator.state, "distributed_type", launch)
-            patched.setattr(type(trainer.accelerator), "num_processes", processes)
-            caplog.clear()
-            trainer.rollout.bind(trainer)
-        assert ("gathers all weights of the student for each token" in caplog.text) is warns
 
 
 def modes() -> tuple:
@@ -427,12 +403,6 @@ class TestStream:
         assert [cut_after_end(found[row], trainer.eos_token_ids) for row in range(4)] == expected
         assert len(reads.rows) == done
 
-    def test_a_length_limit_of_0_is_refused_when_streaming(self, make_writing):
-        trainer = make_writing()
-        trainer.generation_config.max_new_tokens = 0
-        with pytest.raises(ValueError, match="expected an integer from 1 to `max_completion_length="):
-            trainer.rollout.stream([[5]], 0)
-
 
 class Recordings:
     """A compiler backend that records as CUDA graphs do: again for each new address of an input marked as static."""
@@ -509,14 +479,6 @@ class TestCompile:
         monkeypatch.setattr(trainer.model, "get_compiled_call", lambda config: pytest.fail("compiled"))
         trainer.complete(trainer.tokenize(PROMPTS))
 
-    def test_unsupported_compilation_is_refused_at_construction(self, make_writing):
-        with pytest.raises(ValueError, match=r"HFRollout\(compile=True\).*'dynamic'` is not static: remove `compile`"):
-            make_writing(HFRollout(compile=True), cache_implementation="dynamic")
-        student = tiny.qwen2()
-        student._can_compile_fullgraph = False
-        with pytest.raises(ValueError, match="Qwen2ForCausalLM does not support it"):
-            make_writing(HFRollout(compile=True), model=student)
-
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 50, "min_p": 0.01}])
 def test_evaluation_has_its_own_temperature(make_trainer, sampling):
@@ -587,10 +549,6 @@ def test_a_policy_gradient_allows_options_that_leave_sampling_unaltered(make_tra
     [("stop_strings", ["x"]), ("prompt_lookup_num_tokens", 2), ("assistant_early_exit", 1), ("token_healing", True)],
 )
 def test_unsupported_options_are_refused_in_every_config(make_trainer, name, value):
-    trainer = make_trainer(rollout=HFRollout())
-    setattr(trainer.generation_config, name, value)
-    with pytest.raises(ValueError, match=rf"`trainer\.generation_config\.{name} = .*` is not supported: it "):
-        trainer.complete([[5]])
     student = tiny.qwen2()
     setattr(student.generation_config, name, value)
     with pytest.raises(

@@ -86,17 +86,13 @@ def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):
 
 
 @pytest.mark.parametrize(
-    ("lacking", "found"),
-    [
-        ({"prompt_logprobs": []}, "and 0 log-probabilities of the prompt: expected"),
-        ({"logprobs": []}, r"\[\(64, 16, 0\), \(64, 16, 0\)\]"),
-        ({"completion_ids": [1]}, r"\[\(64, 1, 16\), \(64, 1, 16\)\]"),
-        ({"prompt_ids": [9] * PROMPTED}, "of the same prompt"),
-    ],
+    "lacking",
+    [{"prompt_logprobs": []}, {"logprobs": []}, {"completion_ids": [1]}, {"prompt_ids": [9] * PROMPTED}],
+    ids="".join,
 )
-def test_an_engine_without_comparable_log_probabilities_is_refused(proof, lacking, found):
+def test_an_engine_without_comparable_log_probabilities_is_refused(proof, lacking):
     complete = proof._engine._row
     proof._engine._row = lambda prompt, length: replace(complete(prompt, length), **lacking)
     proof.take_prompts(PROMPTS)
-    with pytest.raises(SyncError, match=f"an engine returned for a probe of 64 tokens .*{found}"):
+    with pytest.raises(SyncError, match="an engine did not return 16 tokens after a prompt of 64"):
         proof.check()

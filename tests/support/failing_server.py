@@ -40,10 +40,13 @@ class Pretended:
     running: int = 0
     most_running: int = 0
     lock: Any = field(default_factory=threading.Lock)
+    row: Any = field(default_factory=threading.local)
+    """With `ids`, the row of the request that is being answered."""
 
-    def states(self, ids: list[int]) -> Tensor:
-        with torch.no_grad():
-            return self.model.model(torch.tensor([ids])).last_hidden_state[0]
+    @torch.no_grad()
+    def computed(self, ids: list[int], model: PreTrainedModel | None = None, **given: Any) -> Tensor:
+        """What a model, by default the server's, computes of a row: [L, H] or [L, V]."""
+        return (model or self.model).model(torch.tensor([ids]), **given).last_hidden_state[0]
 
     def listed(self) -> Any:
         return {"data": [{"id": "a teacher", "root": "untied", "max_model_len": 192}]}
@@ -58,7 +61,8 @@ class Pretended:
         with self.lock:
             self.asked.append(request["input"])
             is_faulty = self.fault is not None and len(self.asked) > self.faulty_from
-        states = self.states(request["input"])
+        self.row.ids = request["input"]
+        states = self.computed(request["input"])
         found = self.fault(self, states) if is_faulty else states
         return to_bytes(found, request["embed_dtype"]) if isinstance(found, Tensor) else found
 
@@ -133,28 +137,33 @@ def after(seconds: float) -> Fault:
 
 @dataclass
 class Scoring(Pretended):
-    """A server that generates, and tells log-probabilities of prompts as vLLM 0.32, SGLang or another one does."""
+    """A server that generates, and tells log-probabilities of prompts as vLLM 0.32 or SGLang does."""
 
     api: str = "vllm"
-    """`"vllm"`, `"sglang"`, or another, which knows OpenAI's API alone."""
+    """Or `"sglang"`, or another, which knows OpenAI's API alone."""
     scores_tokens: bool = True
     """Whether vLLM was started with `--enable-scale-out`."""
     most: int = 128
     """Its `--max-logprobs`."""
     words: Any = None
     """Its tokenizer, for texts."""
-    row: Any = field(default_factory=threading.local)
-    """With `ids`, the row of the request that is being answered."""
+
+    def computed(self, ids: list[int], model: PreTrainedModel | None = None, **given: Any) -> Tensor:
+        states = super().computed(ids, model, **given)
+        with torch.no_grad():
+            return (model or self.model).lm_head(states).log_softmax(-1)
 
     def listed(self) -> Any:
         listed = {"id": "a teacher", "root": "untied", "max_model_len": 192, "owned_by": self.api}
         return {"data": [listed], "max_req_input_len": 100}  # the second at SGLang's /server_info
 
     def posted(self, path: str, request: dict[str, Any]) -> Any:
-        if path == "/detokenize" and self.words is not None and self.api != "other":
+        if path == "/detokenize" and self.words is not None:
             return json.dumps({"prompt": self.words.decode(request["tokens"])}).encode()
+        if self.api == "other":
+            return 200, b'{"choices": []}', {}
         routes = {"vllm": ("/v1/completions", "/inference/v1/generate"), "sglang": ("/generate",)}
-        if path not in routes.get(self.api, ("/v1/completions",)):
+        if path not in routes[self.api]:
             return 404, b'{"detail":"Not Found"}', {}
         sampling = request.get("sampling_params") or request
         ids = request.get("token_ids") or request.get("input_ids") or request["prompt"]
@@ -168,15 +177,14 @@ class Scoring(Pretended):
             self.asked.append(ids)
             is_faulty = self.fault is not None and len(self.asked) > self.faulty_from
         self.row.ids = ids
-        with torch.no_grad():
-            logs_LV = self.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        logs_LV = self.computed(ids)
         found = self.fault(self, logs_LV) if is_faulty else logs_LV
         return self.body(ids, sampling, request, found) if isinstance(found, Tensor) else found
 
     def body(self, ids: list[int], sampling: dict[str, Any], request: dict[str, Any], logs_LV: Tensor) -> bytes:
         """The answer of this kind of server, from the log-probabilities after each token."""
-        names = {"vllm": "prompt_logprobs", "sglang": "top_logprobs_num"}
-        count = {**request, **sampling}.get(names.get(self.api, "logprobs")) or 0
+        name = "top_logprobs_num" if self.api == "sglang" else "prompt_logprobs"
+        count = {**request, **sampling}.get(name) or 0
         before = [None, *logs_LV[: len(ids) - 1]]
         tops = [None if row is None else row.topk(count).indices.tolist() for row in before]
         if self.api == "sglang":
@@ -192,15 +200,6 @@ class Scoring(Pretended):
             for entry in answer["input_token_logprobs"]:  # as SGLang 0.5.23 names the last id of a vocabulary
                 entry[1] %= logs_LV.size(1) - 1
             return json.dumps({"text": "", "meta_info": answer}).encode()
-        if self.api == "other":
-            said = [
-                None if row is None else {self.words.decode([one]): float(row[one]) for one in ids_K}
-                for row, ids_K in zip(before, tops, strict=True)
-            ]
-            own_N = [None if row is None else float(row[one]) for row, one in zip(before, ids, strict=True)]
-            texts = [self.words.decode([one]) for one in ids]
-            told = {"tokens": texts, "token_logprobs": own_N, "top_logprobs": said}
-            return json.dumps({"choices": [{"logprobs": told}]}).encode()
         found: dict[str, Any] = {"choices": [{}]}
         if asked := sampling.get("prompt_logprob_token_ids"):
             start, width = sampling["prompt_logprob_start"], max(map(len, asked))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from served_lab import CPU
+from served_lab import states_teacher
 from support import serving
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 @pytest.fixture
 def served(checkpoint: tuple[str, Any]) -> Callable[..., ServedTeacher]:
     def served(server: Any, **given: Any) -> ServedTeacher:
-        options = {"deadline": 20.0, "path": checkpoint[0], **given}
-        return ServedTeacher(url=server.url, device=CPU, **options)
+        return states_teacher(checkpoint[0], server.url, **given)
 
     return served

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from support import tiny
 
 from trl_opsd.teacher import FrozenTeacher, Resident
-from trl_opsd.teacher.served import ServedTeacher
+from trl_opsd.teacher.served import ServedTeacher, answers_of
+from trl_opsd.teacher.servers import TeacherServer
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
@@ -30,6 +32,22 @@ def rows(number: int = 6, seed: int = 0) -> Rollout:
     return Rollout(
         prompt_ids=prompt, prompt_mask=prompt_mask, completion_ids=completion, completion_mask=mask, weights=weights
     )
+
+
+def proposed(number: int = 6, seed: int = 0) -> Rollout:
+    """Rows with candidates at each token: 7 that follow from the place, and the token itself."""
+    rollout = rows(number, seed)
+    ids_BC1 = rollout.completion_ids[:, :, None]
+    others_BC7 = (ids_BC1 + 31 * torch.arange(1, 8)) % tiny.VOCABULARY
+    return replace(rollout, candidates=torch.cat([others_BC7, ids_BC1], 2))
+
+
+def states_teacher(path: str, url: str, deadline: float = 20.0, timeout: float = 0.0) -> ServedTeacher:
+    """A teacher whose server returns states, compared with its checkpoint."""
+    server = TeacherServer(url, deadline, timeout)
+    teacher = ServedTeacher(path, server, answers_of(server, "states", path, {}, CPU, tiny.VOCABULARY))
+    teacher.check_predictions({})
+    return teacher
 
 
 def check_equal(teacher: ServedTeacher, model: Any, rollout: Rollout) -> None:

@@ -189,13 +189,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda _, path: edited(path, base_model_name_or_path="gone/base"),
         r"math/adapter_config.json: base_model_name_or_path='gone/base'` is neither a folder",
     ),
-    "no base": (lambda _, path: edited(path, base_model_name_or_path=None), "names no base: set `base_model_name"),
-    "a base that is an adapter": (
-        lambda _, path: edited(path, base_model_name_or_path=path),
-        "its base '.*math' is an adapter, too",
-    ),
-    "another task": (lambda _, path: edited(path, task_type="SEQ_CLS"), "its task is SEQ_CLS"),
-    "PiSSA": (lambda _, path: edited(path, init_lora_weights="pissa"), "'pissa'` changes the weights under it"),
+    "PiSSA": (lambda _, path: edited(path, init_lora_weights="pissa"), "it changes its base, which others share"),
     "no JSON": (
         lambda _, path: (Path(path) / "adapter_config.json").write_text("{") and path,
         "adapter_config.json cannot be read .JSONDecodeError",
@@ -206,19 +200,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a base with fewer layers": (
         lambda folder, path: other_base(folder, path, num_hidden_layers=1),
-        r"the base has no layer for base_model.model.model.layers.1.* and 10 more\. Name the right base",
+        r"its file has too much: base_model.model.model.layers.1.* and \d+ more\. Name the right base",
     ),
     "a base with more layers": (
         lambda folder, path: other_base(folder, path, num_hidden_layers=3),
-        r"its file lacks base_model.model.model.layers.2.* and 10 more\. Name the right base",
+        r"its file lacks base_model.model.model.layers.2.* and \d+ more\. Name the right base",
     ),
     "a weight that is missing": (
         lambda _, path: rewritten(path, lambda weights, name: weights.pop(name)),
-        r"its file lacks base_model.*layers.0.self_attn.q_proj.lora_A.weight\. Name",
-    ),
-    "a weight that is not finite": (
-        lambda _, path: rewritten(path, lambda weights, name: weights[name][0].fill_(torch.inf)),
-        r"values that are not finite, in base_model.*layers.0.self_attn.q_proj.lora_A.weight\.",
+        r"its file lacks base_model.*layers.0.self_attn.q_proj.lora_A.* and 0 more\. Name",
     ),
     "embeddings that were trained": (
         lambda _, path: rewritten(
@@ -252,10 +242,10 @@ def test_an_adapter_that_cannot_teach_is_refused(make_trainer, tmp_path, fault):
     ("config", "message"),
     [
         ({**LORA, "target_modules": ["q_proj", "lm_head"]}, "it changes the output head"),
-        ({**LORA, "bias": "all"}, "it changes weights of the base, which others share: .*bias"),
+        ({**LORA, "bias": "all"}, "it changes its base, which others share"),
         (
             PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
-            "the type PROMPT_TUNING acts through prompts",
+            "it acts through prompts",
         ),
     ],
 )

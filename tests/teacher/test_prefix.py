@@ -1,14 +1,12 @@
-"""A static teacher whose rows share prefixes reads these once, and no target or loss depends on it."""
+"""A static teacher reads once what the rows of a batch share, and no target or loss depends on it."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,10 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from trl_opsd import FrozenTeacher, OPSDConfig
 from trl_opsd.models.backbone import backbone_of
-from trl_opsd.teacher import Resident, prefix
+from trl_opsd.teacher import Resident
 from trl_opsd.teacher.offloaded import Hosted, Streamed
-from trl_opsd.teacher.prefix import PrefixMemory
-from trl_opsd.teacher.prefix_choice import LEAST, chosen_prefixes
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
@@ -76,8 +72,8 @@ RECURRENT = {
 }
 
 
-def sharing(model: Any, memory: PrefixMemory | None = None, placement: Any = Resident, **given: Any) -> FrozenTeacher:
-    return FrozenTeacher(placement(model, CPU), prefix_memory=memory or PrefixMemory(1e9), **given)
+def sharing(model: Any, placement: Any = Resident, **given: Any) -> FrozenTeacher:
+    return FrozenTeacher(placement(model, CPU), **{"prefix_bytes": 1e9, **given})
 
 
 @contextmanager
@@ -102,28 +98,26 @@ class TestNumbers:
     def test_targets_equal_those_of_whole_rows(self, family):
         make = FAMILIES[family]
         teacher = sharing(make())
-        for documents in ([DOCUMENT] * 3, [DOCUMENT], [DOCUMENT[:90] + OTHER] * 2 + [DOCUMENT, OTHER]):
+        for documents in ([DOCUMENT] * 3, [DOCUMENT], [DOCUMENT[:90] + OTHER] * 2 + [DOCUMENT], [DOCUMENT, OTHER]):
             check_equal(teacher, make(), after(*documents))
-        assert teacher.prefixes is not None
-        assert teacher.prefixes.saved > 4 * 80
+        assert teacher.prefix.saved == 2 * 150 + 150 + 3 * 90
 
     @pytest.mark.parametrize("family", RECURRENT)
     def test_a_family_without_keys_and_values_reads_whole_rows(self, family, caplog):
         PartialState()  # which warnings need
         model = RECURRENT[family]()
         teacher = sharing(model)
-        assert "has no effect on this teacher" in caplog.text
-        assert type(model).__name__ in caplog.text
+        assert f"{type(model).__name__}) cannot continue" in caplog.text
         with counted(model) as tokens:
             check_equal(teacher, RECURRENT[family](), given := after(DOCUMENT, DOCUMENT), tolerance=0)
         assert sum(tokens) >= sum(given.sizes)
 
     @pytest.mark.parametrize("placement", [Hosted, Streamed])
     def test_placements_give_the_same_targets(self, placement):
-        teacher, memory = sharing(qwen2(), memory := PrefixMemory(1e9), placement), memory
-        for documents in ([DOCUMENT] * 3, [DOCUMENT, OTHER]):
+        teacher = sharing(qwen2(), placement)
+        for documents in ([DOCUMENT] * 3, [DOCUMENT, DOCUMENT]):
             check_equal(teacher, qwen2(), after(*documents))
-        assert memory.held == PREFIX_BYTES
+        assert teacher.prefix.kept == DOCUMENT
 
     def test_half_precision_is_as_close_as_its_rounding(self):
         given = after(*[DOCUMENT] * 4)
@@ -151,7 +145,7 @@ class TestNumbers:
         model = qwen2()
         teacher, prompts = sharing(model), [DOCUMENT] * 4
         check_equal(teacher, qwen2(), rollout(prompts))
-        assert [len(one.ids) for one in teacher.prefixes.kept] == [len(DOCUMENT) - 1]
+        assert teacher.prefix.kept == DOCUMENT[:-1]
 
     def test_masked_tokens_are_read_as_in_whole_rows(self):
         given = rollout([[*DOCUMENT, *ids(4)] for _ in range(3)])
@@ -201,98 +195,31 @@ class TestWork:
             teacher.targets(given := after(DOCUMENT))
         assert tokens == [given.sizes[0] - len(DOCUMENT)]
 
-    def test_single_rows_learn_what_is_shared_at_the_second_step(self):
+    def test_a_longer_prefix_is_cropped_and_a_shorter_one_extended(self):
         model = qwen2()
         teacher = sharing(model)
-        with counted(model) as tokens:
-            rows = [after(DOCUMENT) for _ in range(3)]
-            for row in rows:
-                check_equal(teacher, qwen2(), row)
-        first, second, third = ((row.sizes[0]) for row in rows)
-        assert tokens == [first, len(DOCUMENT), second - len(DOCUMENT), third - len(DOCUMENT)]
+        for document, read in ((DOCUMENT, 150), (DOCUMENT[:100], 0), ([*DOCUMENT[:100], *OTHER], 140), (DOCUMENT, 50)):
+            with counted(model) as tokens:
+                check_equal(teacher, qwen2(), given := after(*[document] * 8))
+            assert sum(tokens[: read > 0]) == read
+            assert max(tokens[read > 0 :]) <= 8 * (max(given.sizes) - len(document))
+        assert teacher.prefix.kept == DOCUMENT
+        assert teacher.prefix.saved == 8 * (150 + 100 + 240 + 150) - 150 - 140 - 50
 
-    def test_a_longer_prefix_is_cropped(self, monkeypatch):
-        monkeypatch.setitem(prefix.PASS_TOKENS, "cpu", 1)
-        model = qwen2()
-        teacher = sharing(model)
-        teacher.targets(after(*[DOCUMENT] * 3))
-        with counted(model) as tokens:
-            check_equal(teacher, qwen2(), given := after(DOCUMENT[:100]))
-        assert sum(tokens) == given.sizes[0] - 100
-        assert [len(one.ids) for one in teacher.prefixes.kept] == [150]
-
-    def test_nested_prefixes_are_read_once_each(self, monkeypatch):
-        monkeypatch.setitem(prefix.PASS_TOKENS, "cpu", 1)
-        model, system = qwen2(), ids(60)
-        teacher, documents = sharing(model), [[*system, *ids(70)] for _ in range(2)]
-        given = after(*documents[:1] * 3, *documents[1:] * 3, system)
-        with counted(model) as tokens:
-            check_equal(teacher, qwen2(), given)
-        assert [(one.begin, len(one.ids)) for one in teacher.prefixes.kept] == [(0, 60), (60, 130), (60, 130)]
-        assert tokens[:2] == [60, 140]
-        assert teacher.prefixes.computed == sum(given.sizes) - teacher.prefixes.saved
-        assert teacher.prefixes.saved == 6 * 130 + 60 - 200
-
-    def test_rows_that_share_nothing_are_read_as_without(self):
-        given = after(ids(40), ids(50), DOCUMENT)
-        check_equal(sharing(qwen2()), qwen2(), given, tolerance=0)
-
-    @pytest.mark.long
-    def test_a_cache_never_grows_beyond_the_rows_of_256_calls(self):
+    @pytest.mark.parametrize("common", [0, 60], ids=["nothing in common", "less than a mask costs"])
+    def test_rows_that_share_too_little_are_read_as_without(self, common):
+        given = after(*[[*DOCUMENT[:common], *ids(120)] for _ in range(4)])
         teacher = sharing(qwen2())
-        for _ in range(3):
-            teacher.targets(after(*[ids(2) for _ in range(100)]))
-        assert len(teacher.prefixes._prompts) == prefix.REMEMBERED
+        check_equal(teacher, qwen2(), given, tolerance=0)
+        assert (teacher.prefix.computed, teacher.prefix.saved) == (sum(given.sizes), 0)
 
 
 class TestMemory:
-    def test_the_least_recently_used_go_first(self):
-        documents = [ids(150) for _ in range(3)]
-        memory = PrefixMemory(2.5 * PREFIX_BYTES)
-        teacher = sharing(qwen2(), memory)
-        for number in (0, 1, 0, 2):
-            check_equal(teacher, qwen2(), after(*[documents[number]] * 3))
-            assert memory.held <= memory.limit
-        assert {one.ids[:150].tobytes() for one in teacher.prefixes.kept} == {
-            np.array(documents[number]).tobytes() for number in (0, 2)
-        }
-
-    def test_there_is_room_before_a_segment_is_read(self, monkeypatch):
-        held, read = [], prefix.keys_and_values
-
-        def noting(*given: Any) -> Any:
-            held.append(memory.held)
-            return read(*given)
-
-        monkeypatch.setattr(prefix, "keys_and_values", noting)
-        memory = PrefixMemory(1.5 * PREFIX_BYTES)
-        teacher = sharing(qwen2(), memory)
-        for one in (DOCUMENT, OTHER):
-            teacher.targets(after(*[one] * 3))
-        assert held == [0, 0]
-        memory.limit = 0
-        teacher.targets(after(ids(3)))
-        assert memory.held == 0
-
-    @pytest.mark.parametrize("share", [0.5, 1.5])
-    def test_a_call_uses_no_more_than_the_limit(self, share):
-        memory = PrefixMemory(share * PREFIX_BYTES)
-        teacher = sharing(qwen2(), memory)
-        check_equal(teacher, qwen2(), after(*[DOCUMENT] * 3, *[OTHER] * 3))
-        assert teacher.prefixes.saved <= (share > 1) * 3 * len(DOCUMENT), "the other document is in whole rows"
+    def test_a_prefix_is_no_larger_than_the_limit(self):
+        teacher = sharing(qwen2(), prefix_bytes=0.8 * PREFIX_BYTES)
         for _ in range(2):
-            check_equal(teacher, qwen2(), after(*[DOCUMENT] * 3, *[OTHER] * 3))
-            assert len(teacher.prefixes.kept) == (share > 1)
-            assert memory.held <= memory.limit
-
-    def test_teachers_share_the_limit(self):
-        memory = PrefixMemory(1.5 * PREFIX_BYTES)
-        first, second = (sharing(qwen2(), memory) for _ in range(2))
-        first.targets(after(*[DOCUMENT] * 3))
-        second.targets(after(*[DOCUMENT] * 3))
-        assert (first.prefixes.kept, len(second.prefixes.kept)) == ([], 1)
-        del second
-        assert memory.held == 0, "of a teacher that is gone"
+            check_equal(teacher, qwen2(), after(*[DOCUMENT] * 8))
+            assert teacher.prefix.kept == DOCUMENT[:120]
 
     @pytest.mark.parametrize("through", ["in place", ".data", "another tensor"])
     def test_changed_weights_drop_what_is_kept(self, through):
@@ -322,12 +249,12 @@ class TestMemory:
             given["train_dataset"] = given["train_dataset"].add_column("teacher", ["one", "two"] * 8)
             trainer = make_trainer(
                 teacher_model={name: str(tmp_path / name) for name in ("one", "two")},
-                teacher_prefix_cache_gb=gigabytes, max_steps=2, **given,
+                teacher_prefix_cache_gb=gigabytes, max_steps=2, per_device_train_batch_size=4, **given,
             )  # fmt: skip
             trainer.train()
             losses.append(tiny.logged(trainer, "divergence/mean"))
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-        assert all(teacher.prefixes.kept for teacher in trainer.teachers.values())
+        assert all(teacher.prefix.kept for teacher in trainer.teachers.values())
 
 
 class TestOptions:
@@ -359,60 +286,4 @@ class TestOptions:
     def test_a_teacher_that_changes_keeps_none(self, make_trainer, kind):
         options = {"teacher_model_kind": kind, "teacher_prefix_cache_gb": 0.5, "max_steps": 1}
         trainer = make_trainer(teacher_model=None, **options, **document())
-        assert trainer.teacher.prefixes is None
-
-
-def brute(prompts: list[Any], lengths: list[int], earlier: list[Any], kept: list[Any], pass_tokens: int) -> float:
-    """The least cost over all sets of prefixes, each row with the longest that it begins with."""
-    candidates = {tuple(one[:end]) for one in prompts for end in range(LEAST, len(one) + 1)}
-    common = {
-        tuple(one[: _common(one, other)]) for one, other in itertools.product([*prompts, *earlier, *kept], repeat=2)
-    }
-    candidates &= common
-    best = float("inf")
-    for number in range(3):
-        for chosen in itertools.combinations(sorted(candidates), number):
-            best = min(best, cost(chosen, prompts, lengths, earlier, kept, pass_tokens))
-    return best
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))
-
-
-def cost(
-    chosen: Sequence[tuple[int, ...]], prompts: Any, lengths: Any, earlier: Any, kept: Any, pass_tokens: int
-) -> float:
-    """Tokens of the passes that read these prefixes and the rows, less what an earlier call's row would save."""
-    total = 0.0
-    for ids_ in chosen:
-        above = max((len(one) for one in chosen if len(one) < len(ids_) and ids_[: len(one)] == one), default=0)
-        known = max([above, *(_common(ids_, one) for one in kept)])
-        total += max(len(ids_) - known, pass_tokens) if known < len(ids_) else 0
-        if known < len(ids_) and any(_common(ids_, one) == len(ids_) for one in earlier):
-            total -= len(ids_) - above
-    groups: dict[tuple[int, ...], int] = {}
-    for prompt, length in zip(prompts, lengths, strict=True):
-        fitting = max((one for one in chosen if tuple(prompt[: len(one)]) == one), key=len, default=())
-        groups[fitting] = groups.get(fitting, 0) + length - len(fitting)
-    return total + sum(max(one, pass_tokens) for one in groups.values())
-
-
-@pytest.mark.parametrize("pass_tokens", [1, 60])
-def test_the_choice_of_prefixes_is_the_cheapest(pass_tokens):
-    """Among all sets of up to two."""
-    draw, closest = random.Random(0), []
-    for _ in range(30):
-        a, b = ([draw.randint(1, 9) for _ in range(number)] for number in (draw.randint(33, 80), draw.randint(33, 80)))
-        bodies = [a, [*a, *b], b, [*a, *b], a]
-        prompts = [[*draw.choice(bodies), *(draw.randint(1, 9) for _ in range(3))] for _ in range(draw.randint(1, 5))]
-        earlier = [[*draw.choice(bodies), 0] for _ in range(draw.randint(0, 2))]
-        kept = [draw.choice(bodies)] * draw.randint(0, 1)
-        lengths = [len(prompt) + draw.randint(1, 20) for prompt in prompts]
-        arrays = [[np.array(one) for one in some] for some in (prompts, earlier, kept)]
-        chosen = [tuple(one.tolist()) for one in chosen_prefixes(arrays[0], lengths, arrays[1], arrays[2], pass_tokens)]
-        found = cost(chosen, prompts, lengths, earlier, kept, pass_tokens)
-        closest.append(found / brute(prompts, lengths, earlier, kept, pass_tokens))
-    assert sorted(closest)[len(closest) // 2] <= 1.0
-    assert max(closest) <= 1.05
+        assert trainer.teacher.prefix is None

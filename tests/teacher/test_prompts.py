@@ -275,12 +275,6 @@ def test_removing_columns_that_a_function_may_need_is_refused(tmp_path):
 
 
 @pytest.mark.refusal
-def test_template_arguments_for_a_teacher_that_reads_text_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no effect, because the teacher's prompts are text"):
-        make(tmp_path, [{}, {}], teacher_chat_template_kwargs={"enable_thinking": True})
-
-
-@pytest.mark.refusal
 def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
     """`evaluate` may be given rows the trainer has not seen before, without the teacher's columns of the others."""
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))

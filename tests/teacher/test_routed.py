@@ -94,8 +94,8 @@ def test_batches_with_rows_of_one_teacher_only_are_trained_on(make_trainer):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("maths", r"row 3 of train_dataset names the teacher 'maths': expected one of \['math', 'prose'\]"),
-        (None, "row 3 of train_dataset has no teacher name in the column 'teacher'"),
+        ("maths", r"row 3 of train_dataset names the teacher 'maths' in the .* expected one of \['math', 'prose'\]"),
+        (None, "row 3 of train_dataset names the teacher None in the column 'teacher'"),
     ],
 )
 def test_an_unknown_teacher_name_is_refused_before_loading(make_trainer, tmp_path, name, message):
@@ -111,7 +111,7 @@ def test_an_unknown_teacher_name_is_refused_before_loading(make_trainer, tmp_pat
 @pytest.mark.refusal
 @pytest.mark.before_loading
 def test_a_missing_teacher_column_is_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"There are several teachers, but train_dataset has no column 'teacher'"):
+    with pytest.raises(ValueError, match="row 0 of train_dataset names the teacher None in the column 'teacher'"):
         make_trainer(teacher_model=teachers())
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from served_lab import check_equal, rows
+from served_lab import check_equal, rows, states_teacher
 from support import serving, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import FrozenTeacher, Resident
-from trl_opsd.teacher.served import ServedTeacher
 
 ModelRegistry = pytest.importorskip("vllm").ModelRegistry
 
@@ -54,7 +53,7 @@ def test_served_bfloat16_is_as_close_to_float32_as_local(half, caplog):
     def kl(teacher):
         return float((truth.exp() * (truth - log_probs(teacher))).sum(-1).mean())
 
-    served = ServedTeacher(path, url, cpu, deadline=100.0)
+    served = states_teacher(path, url, deadline=100.0)
     assert "128 bytes per token in bfloat16" in str(served)
     assert served.head.weight.dtype == torch.bfloat16
     assert not caplog.text
@@ -74,7 +73,7 @@ def test_vllm_serves_unknown_families_through_transformers(tmp_path):
     # On a CPU nothing is moved: weights are in host memory.
     flags = ["--dtype", "float32", "--model-impl", "transformers", "--cpu-offload-gb", "1"]
     with serving.pooling(path, tmp_path / "log", *flags) as url:
-        check_equal(ServedTeacher(path, url, torch.device("cpu"), deadline=100.0), model, rows())
+        check_equal(states_teacher(path, url, deadline=100.0), model, rows())
 
 
 def test_a_server_of_another_checkpoint_is_refused(untied, tmp_path):
@@ -83,8 +82,10 @@ def test_a_server_of_another_checkpoint_is_refused(untied, tmp_path):
         make=lambda width, **given: serving.spread_norms(tiny.qwen2(width, **given), by=0.7),
         seed=1,
     )
-    with pytest.raises(ServerError, match=r"states that cannot come from the final norm of"):
-        ServedTeacher(other, untied[1], torch.device("cpu"), deadline=100.0)
+    with pytest.raises(ServerError, match=r"from the checkpoint .* another model, revision or layer"):
+        states_teacher(other, untied[1], deadline=100.0)
     wider = serving.save_teacher(tmp_path / "wider", make=lambda _, **given: tiny.qwen2(96, **given))
-    with pytest.raises(ServerError, match=r"returned 2048 bytes for 8 tokens, expected 3072: 8 states of 96 numbers"):
-        ServedTeacher(wider, untied[1], torch.device("cpu"), deadline=100.0)
+    with pytest.raises(
+        ServerError, match="returned 2048 bytes for 8 tokens, expected 3072: one state per token, of 96"
+    ):
+        states_teacher(wider, untied[1], deadline=100.0)

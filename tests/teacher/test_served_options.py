@@ -42,8 +42,6 @@ def test_addresses_are_read_as_text_and_by_name(tmp_path, given, expected):
         ("http://", "expected an address"),
         ("http://host:port", "expected an address"),
         ("http://host:8000?a=b", "expected an address"),
-        (f"{URL}/v1", "ends in '/v1', which is added"),
-        (f"{URL}/pooling/", "ends in '/pooling', which is added"),
         ("", "expected an address"),
         (8000, "expected a valid dict"),
         ({}, "is an empty dict"),

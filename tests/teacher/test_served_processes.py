@@ -14,8 +14,8 @@ def test_processes_compare_the_answers_of_their_servers(tmp_path):
     first, second = forks.results("ddp", reach_each, path).values()
     assert first["one teacher"] == second["one teacher"] == "context 101", "the lowest of 101 and 102"
     for case, said in (
-        ("another teacher", "times their length apart, in float32 and float32"),
-        ("another dtype", "in float32 and bfloat16"),
+        ("another teacher", "256 bytes per token in float32) are"),
+        ("another dtype", "128 bytes per token in bfloat16) are different"),
     ):
         for found in (first, second):
             url = found[case].split()[0]

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import requests
 import torch
-from served_lab import CPU
+from served_lab import CPU, proposed
 from support import serving, tiny
-from test_token_servers import check_known, proposed
+from test_token_servers import check_known
 from torch import Tensor
 
 from trl_opsd.errors import ServerError
-from trl_opsd.teacher.known import KnownTeacher
-from trl_opsd.teacher.token_servers import TokenServer
+from trl_opsd.teacher.answers import Row, Tokens
+from trl_opsd.teacher.served import ServedTeacher, answers_of
+from trl_opsd.teacher.servers import TeacherServer
+from trl_opsd.types.known import KnownTokens
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]
 
@@ -36,22 +38,36 @@ def vllm(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) 
         yield url
 
 
-def asked(url: str, **given: Any) -> TokenServer:
-    return TokenServer(url, 60.0, 0.0, **{"tokenizer": tiny.tokenizer(), **given})
+def asked(url: str) -> TeacherServer:
+    server = TeacherServer(url, 60.0, 0.0)
+    server.look(tiny.tokenizer())
+    return server
 
 
-def gap(server: TokenServer, model: Any, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> float:
+def teacher_of(server: TeacherServer, path: str, targets: str) -> ServedTeacher:
+    teacher = ServedTeacher(path, server, answers_of(server, targets, path, {}, CPU, V, 8))
+    teacher.check_predictions({})
+    return teacher
+
+
+def scores(server: TeacherServer, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> KnownTokens:
+    kinds = ["student_top_k"] * (wanted is not None) + ["teacher_top_k"] * (k > 0)
+    answers = Tokens("nowhere", {}, CPU, V, server.api, server.limits, kinds, k or None)
+    row = Row(tuple(ids), tuple(places), () if wanted is None else tuple(map(tuple, wanted.tolist())))
+    return KnownTokens.unpack(server.start(answers, row).result())
+
+
+def gap(server: TeacherServer, model: Any, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> float:
     """The largest difference, in nats, between what the server tells and the model's log-probabilities."""
-    ids_nM, logs_nM = server.start(ids, places, wanted, k).result()
+    ids_nM, logs_nM, _ = scores(server, ids, places, wanted, k)
     with torch.no_grad():
         logs_LV = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected_nM = logs_LV[torch.tensor(places) - 1].gather(1, ids_nM.clamp(min=0))
-    return float((expected_nM - logs_nM)[ids_nM >= 0].abs().max())
+    return float((logs_LV[torch.tensor(places) - 1].gather(1, ids_nM) - logs_nM).abs().max())
 
 
 @pytest.mark.parametrize("targets", ["student_top_k", "teacher_top_k", "both_top_k"])
 def test_vllm_tells_what_its_model_computes(checkpoint, vllm, targets):
-    teacher = KnownTeacher(checkpoint[0], asked(vllm), targets, 8, CPU, V)
+    teacher = teacher_of(asked(vllm), checkpoint[0], targets)
     assert teacher.noise < 1e-6
     check_known(teacher, checkpoint[1], proposed(), targets)
 
@@ -73,7 +89,7 @@ def test_rows_are_scored_that_are_long_shared_or_full(checkpoint, vllm):
     print(f"\nvLLM 0.32: {len(gaps)} rows, at most {max(gaps):.1e} nats apart from the model")
     assert max(gaps) < 1e-5
     with pytest.raises(ServerError, match=r"(?s)returned 400.*longer than the maximum model length of 192"):
-        server.start([*row, 7], [5], torch.tensor([[row[5]]]), 0).result()
+        scores(server, [*row, 7], [5], torch.tensor([[row[5]]]), 0)
 
 
 def test_preempted_rows_are_scored_alike(checkpoint, vllm):
@@ -105,10 +121,8 @@ def test_a_server_that_cannot_score_says_how(checkpoint, tmp_path, flags, enviro
         assert server.limits.keys() == {"teacher_top_k"}
         assert server.limits == {"teacher_top_k": 128 if flags else 20}
         with pytest.raises(ValueError, match=f"(?s)offers ..teacher_top_k.. only.*{why}"):
-            KnownTeacher(checkpoint[0], server, "student_top_k", 8, CPU, V)
-        check_known(
-            KnownTeacher(checkpoint[0], server, "teacher_top_k", 8, CPU, V), checkpoint[1], proposed(), "teacher_top_k"
-        )
+            teacher_of(server, checkpoint[0], "student_top_k")
+        check_known(teacher_of(server, checkpoint[0], "teacher_top_k"), checkpoint[1], proposed(), "teacher_top_k")
 
 
 # ---- SGLang ----------------------------------------------------------------------------------------------------------
@@ -125,8 +139,8 @@ def test_sglang_tells_the_teachers_tokens_alone(checkpoint, sglang):
     server = asked(sglang)
     assert (server.api, server.limits.keys()) == ("SGLang", {"teacher_top_k"})
     with pytest.raises(ValueError, match="SGLang scores one list of tokens for all positions of a row"):
-        KnownTeacher(checkpoint[0], server, "student_top_k", 8, CPU, V)
-    teacher = KnownTeacher(checkpoint[0], server, "teacher_top_k", 8, CPU, V)
+        teacher_of(server, checkpoint[0], "student_top_k")
+    teacher = teacher_of(server, checkpoint[0], "teacher_top_k")
     check_known(teacher, checkpoint[1], proposed(), "teacher_top_k")
     row = torch.randint(3, V, (server.context,), generator=torch.Generator().manual_seed(0)).tolist()
     gaps = []
@@ -136,4 +150,4 @@ def test_sglang_tells_the_teachers_tokens_alone(checkpoint, sglang):
     print(f"\nSGLang: {len(gaps)} rows, at most {max(gaps):.1e} nats apart from the model")
     assert max(gaps) < 1e-5
     with pytest.raises(ServerError, match=r"(?s)returned 400.*context length|maximum allowed length"):
-        server.start([*row, 7, 7, 7], [5], None, 1).result()
+        scores(server, [*row, 7, 7, 7], [5], None, 1)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from support import tiny, vision_language
 from support.failing_server import Scoring, pretended
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
-from trl_opsd.cli.targets import write_targets
+from trl_opsd.cli.targets import write_completions, write_targets
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.teacher import Resident
-from trl_opsd.teacher.store import HEADER, Described, Store, Writer, keys_of
-from trl_opsd.teacher.stored import MissingTargetsError, StoredTeacher
-from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.teacher.stored import HEADER, Store, StoredTeacher, keys_of, write_header
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 
 WORDS = tiny.tokenizer()
 GIVEN = [f"the {number}th of {'many ' * number}" for number in range(8)]
@@ -103,7 +103,7 @@ def test_every_row_is_written_also_those_no_whole_batch_has(trained, written):
         range(11)
     )
     folder = written(train_dataset=rows)
-    assert len(Store(folder / "teacher-0").rows) == 11
+    assert len(Store(folder).rows) == 11
     stored = {"teacher_model": None, "teacher_targets": str(folder), "train_dataset": rows}
     trained(**{**OPTIONS, "max_steps": 9, "shuffle_dataset": True, **stored})  # several epochs, in other orders
 
@@ -130,99 +130,76 @@ def test_top_k_targets_train_like_buckets_of_the_teacher(trained, written):
     everything = outcome(trained(**OPTIONS, divergence="forward_kl"))[0]
     assert 0 < losses[0] < everything[0]
     shutil.rmtree(folder)
-    folder = written("topk", top_k=tiny.VOCABULARY)
+    written("topk", top_k=tiny.VOCABULARY)
     losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
     assert losses[0] == pytest.approx(everything[0], rel=1e-5)
 
 
 def test_only_tokens_that_count_are_looked_up(make_trainer, tmp_path):
-    trainer = make_trainer(**OPTIONS)
+    teacher = make_trainer(**OPTIONS).teacher
     rollout = Rollout.of([[5, 6], [7]], [[8, 9, 10], [11, 12]], torch.device("cpu"))
-    whole = trainer.teacher.targets(rollout).rows
+    [first, _] = teacher.targets(rollout).rows
+    said = {"is": "x", "context": None, "head": {}}
+    write_header(tmp_path, {"teachers": {"teacher": said}}, {"teacher": teacher.head})
     store = Store(tmp_path)
-    writer = Writer(store, 0)
-    for key, row, kept in zip(keys_of(rollout), whole, ([0, 2], [1]), strict=True):
-        writer.add(key, RowTargets(row.hidden[kept], row.places[kept]))
-    writer.flush()
-    said = {"teacher": {"is": "x", "context": None}}
-    stored = StoredTeacher(store, trainer.teacher.head, Described("states", None, {}, {}, said), "teacher")
-    some = replace(rollout, weights=torch.tensor([[0.0, 0, 1], [0, 1, 0]]))
-    for row, expected in zip(stored.targets(some).rows, whole, strict=True):
-        assert torch.equal(row.hidden, expected.hidden[row.places])
-    others = replace(rollout, weights=torch.tensor([[0.0, 1, 0], [0, 0, 0]]))
-    assert stored.missing(others) == [0]
-    with pytest.raises(MissingTargetsError, match="1 rows have no targets"):
-        stored.targets(others)
+    store.add("teacher", keys_of(rollout)[0], [5, 6], [8, 9, 10], first.hidden)
+    store.flush()
+    stored = StoredTeacher(store, "teacher", store.heads(torch.device("cpu"))["teacher"])
+    found = stored.targets(replace(rollout, weights=torch.tensor([[1.0, 0, 1], [0, 0, 0]]))).rows
+    assert torch.equal(found[0].hidden, first.hidden[[0, 2]])
+    assert len(found[1].hidden) == 0
+    with pytest.raises(ValueError, match=r"no targets of 'teacher' for 1 of 2 rows, .*'\[7\]' before .* '\[11, 12\]'"):
+        stored.targets(rollout)
+
+
+def test_datasets_loads_what_was_written(written, make_trainer):
+    teacher, folder = make_trainer(**OPTIONS).teacher, written()
+    rows = load_from_disk(str(folder))
+    assert sorted(len(ids) for ids in rows["completion_ids"]) == sorted(min(24, len(text) + 1) for text in GIVEN)
+    row = rows[0]
+    states = torch.frombuffer(bytearray(row["targets"]), dtype=getattr(torch, row["dtype"]))
+    [read] = teacher.targets(Rollout.of([row["prompt_ids"]], [row["completion_ids"]], torch.device("cpu"))).rows
+    torch.testing.assert_close(states.view(len(row["completion_ids"]), -1), read.hidden)
 
 
 # ---- A kill, and what else may happen to files -----------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """Ends a run at once."""
-
-
-@pytest.mark.parametrize("phase", ["head", "header", "first shard", "second shard", "rename"])
-def test_killed_run_goes_on_where_it_ended(make_trainer, written, tmp_path, monkeypatch, phase):
-    monkeypatch.setattr("trl_opsd.teacher.store._SHARD_BYTES", 1)  # a shard for each row
-    whole = written()
-    expected = {key: Store(whole / "teacher-0").find(key).hidden for key in Store(whole / "teacher-0").rows}
-    shutil.rmtree(whole)
-    from trl_opsd.teacher import store
-
-    writes = {"head": (0, False), "header": (1, False), "first shard": (2, False), "second shard": (3, False)}
-    at, after = writes.get(phase, (3, True))
-    replace, calls = store.os.replace, []
+@pytest.mark.parametrize("at", range(4), ids=["header", "first part", "second part", "list of parts"])
+def test_killed_run_goes_on_where_it_ended(make_trainer, written, monkeypatch, at):
+    monkeypatch.setattr("trl_opsd.cli.targets.PART_BYTES", 1)  # a part for each batch
+    folder, rename, writes = written(), os.replace, iter(range(at))
+    expected = load_from_disk(str(folder)).sort("key")[:]
+    shutil.rmtree(folder)
 
     def killed(source, to):
-        calls.append(to)
-        if after and len(calls) > at:
-            replace(source, to)
-        if len(calls) > at:
-            raise Killed
-        replace(source, to)
+        if next(writes, None) is None:
+            raise KeyboardInterrupt
+        rename(source, to)
 
-    monkeypatch.setattr(store.os, "replace", killed)
-    with pytest.raises(Killed):
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
         written()
-    monkeypatch.setattr(store.os, "replace", replace)
-    reads = []
-    trainer = make_trainer(**OPTIONS)
+    monkeypatch.undo()
+    trainer, reads = make_trainer(**OPTIONS), []
     scored = trainer.teacher.targets
     trainer.teacher.targets = lambda rollout: reads.append(len(rollout.weights)) or scored(rollout)
-    write_targets(trainer, whole)
-    found = Store(whole / "teacher-0")
-    assert found.rows.keys() == expected.keys()
-    assert all(torch.equal(found.find(key).hidden, states) for key, states in expected.items())
-    assert reads == [4, 4]  # whole batches, as rows that are read together are rounded alike
-    assert not list(whole.rglob("*.unfinished"))
-    write_targets(trainer, whole)
-    assert reads == [4, 4]  # what is there is not read again
+    write_targets(trainer, folder)
+    assert reads == [4, 4][max(0, at - 1) :]  # whole batches, as rows that are read together are rounded alike
+    assert load_from_disk(str(folder)).sort("key")[:] == expected
 
 
-def test_full_disk_keeps_what_was_written(tmp_path, monkeypatch):
-    store = Store(tmp_path)
-    writer = Writer(store, 0)
-    row = RowTargets(torch.ones(2, 3), torch.arange(2))
-    writer.add(b"a" * 16, row)
-    writer.flush()
-
-    def full(tensors, path):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("trl_opsd.teacher.store.save_file", full)
-    writer.add(b"b" * 16, row)
-    with pytest.raises(OSError, match=r"No space left.*goes on from there"):
-        writer.flush()
-    assert list(Store(tmp_path).rows) == [b"a" * 16]
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_targets_that_will_not_fit_the_disk_are_refused(written, monkeypatch):
-    monkeypatch.setattr("trl_opsd.cli.targets.disk_usage", lambda _: type("Disk", (), {"free": 1000})())
-    with pytest.raises(ValueError, match=r"8 rows need about .* GB, but the disk has 1e-06"):
-        written()
+def test_completions_are_generated_once_for_each_row(make_trainer, tmp_path):
+    trainer = make_trainer(**OPTIONS | {"lmbda": 1.0, "num_generations": 2, "per_device_train_batch_size": 3})
+    rows = write_completions(trainer, tmp_path)
+    assert rows["prompt"] == [prompt for prompt in ROWS["prompt"] for _ in range(2)]
+    assert rows["completion"] == WORDS.batch_decode([*rows["completion_ids"]], skip_special_tokens=True)
+    [_, part, _] = sorted(tmp_path.iterdir())
+    part.unlink()
+    lengths, generate = [], trainer._generation.write
+    trainer._generation.write = lambda rows, ids: lengths.append(len(rows)) or generate(rows, ids)
+    assert len(write_completions(trainer, tmp_path)) == 16
+    assert lengths == [6]
 
 
 # ---- Other runs ------------------------------------------------------------------------------------------------------
@@ -237,9 +214,12 @@ OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
     [
         ({"processing_class": OTHER}, "chat_template: 'sha256 .* there, 'sha256 .* here"),
         ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "teacher_prompt_template: 'none' there"),
-        ({"train_dataset": ROWS.map(lambda row: {"completion": row["completion"] + "?"})}, "row 0 of train_dataset"),
-        ({"train_dataset": Dataset.from_list([*ROWS, {**ROWS[0], "prompt": "new"}])}, "1 of 9 rows, .* row 8 of train"),
-        ({"max_completion_length": 4}, "no targets for .* is the prompt, the completion or `max_completion_length`"),
+        (
+            {"train_dataset": ROWS.map(lambda row: {"completion": row["completion"] + "?"})},
+            "no targets of 'teacher' for",
+        ),
+        ({"train_dataset": ROWS.map(lambda row: {"prompt": "new"})}, "for 4 of 4 rows, .* 'new' before the"),
+        ({"max_completion_length": 4}, "no targets .* is the prompt, the completion or `max_completion_length`"),
         ({"lmbda": 0.5}, "set `lmbda=0`"),
         ({"eval_dataset": ROWS}, "or an `eval_dataset`"),
         ({"teacher_model": tiny.qwen2(48, seed=1)}, "^`teacher_targets=.* with `teacher_model`: .* remove one of them"),
@@ -285,23 +265,53 @@ def test_tokens_that_are_not_the_completion_are_refused(trained):
         trained(**{**OPTIONS, "train_dataset": wrong, "shuffle_dataset": False})
 
 
-def test_cut_shard_is_named(trained, written):
-    folder = written()
-    [shard] = folder.rglob("shard-*")
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=rf"{shard.name} is no whole shard .*delete it"):
+def changed(old, new):
+    return lambda data: data.replace(old, new, 1)
+
+
+def flipped(at):
+    """Another number there, in a share of the file."""
+    return lambda data: data[: (place := int(at * len(data)) - 1)] + bytes([data[place] ^ 64]) + data[place + 1 :]
+
+
+PART, HEAD = r"part-\w+.arrow is damaged .*: delete it", "teachers.safetensors is not as it was written"
+THE = np.array(WORDS("the ")["input_ids"], np.int32).tobytes()
+DAMAGES = {
+    "number of a target": ("part-*", flipped(0.5), PART),
+    "type of a target": ("part-*", changed(b"float32", b"int32"), PART),
+    "token of a row": ("part-*", changed(THE, THE[::-1]), PART),
+    "cut part": ("part-*", lambda data: data[:-3000], PART),
+    "number of a head": (HEADER, flipped(1.0), HEAD),
+    "scale of a head": (HEADER, changed(b'scale\\": 1.0', b'scale\\": 2.0'), HEAD),
+    "cut header": (HEADER, lambda data: data[:-1], "no teachers.safetensors that can be read"),
+}
+
+
+@pytest.mark.parametrize(("pattern", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_named(trained, written, pattern, damage, message):
+    [path] = (folder := written()).glob(pattern)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message):
         trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder)})
-    shard.unlink()
-    assert len(Store(written() / "teacher-0").rows) == 8
+    path.unlink()
+    if path.name != HEADER:
+        assert len(Store(written()).rows) == 8
+
+
+def test_rows_of_another_teacher_are_named(trained, written, tmp_path):
+    first = written().rename(tmp_path / "first")
+    shutil.copy(written(teacher_model=tiny.qwen2(48, seed=5)) / HEADER, first)
+    with pytest.raises(ValueError, match=PART):
+        trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(first)})
 
 
 def test_folder_with_other_targets_is_not_added_to(written):
     folder = written()
-    before = json.loads((folder / HEADER).read_text())
+    before = (folder / HEADER).read_bytes()
     for given in ({"format": "topk"}, {"teacher_model": tiny.qwen2(48, seed=5)}, {"processing_class": OTHER}):
-        with pytest.raises(ValueError, match="has other targets"):
+        with pytest.raises(ValueError, match="has the targets of another run"):
             written(**given)
-    assert json.loads((folder / HEADER).read_text()) == before
+    assert (folder / HEADER).read_bytes() == before
 
 
 def test_base_of_a_student_need_not_be_kept(make_trainer, trained, tmp_path):
@@ -325,26 +335,17 @@ def test_targets_of_a_teacher_of_ones_own_are_written(written, format):
         def targets(self, rollout):
             return TeacherTargets(hidden=self.reader.targets(rollout).hidden)
 
-    assert len(Store(written(format, teacher_model=Mine()) / "teacher-0").rows) == 8
+    assert len(Store(written(format, teacher_model=Mine())).rows) == 8
 
 
-def test_server_of_tokens_is_kept_as_it_told(trained, tmp_path):
+def test_server_of_tokens_is_kept_as_it_told(make_trainer, trained, tmp_path):
     teacher = tiny.qwen2(48, seed=1)
     for one in (teacher, WORDS):
         one.save_pretrained(tmp_path / "teacher")
     with pretended(teacher, kind=Scoring, words=WORDS) as server:
         asked = {"teacher_server_targets": "teacher_top_k", "teacher_server_top_k": 8}
         options = {**OPTIONS, "teacher_model": str(tmp_path / "teacher"), "teacher_server_url": server.url, **asked}
-        trainer = OPSDTrainer(
-            model=tiny.qwen2(32),
-            teacher_model=str(tmp_path / "teacher"),
-            args=tiny.config(tmp_path / "run", lmbda=0.0, teacher_server_url=server.url, **asked),
-            train_dataset=ROWS,
-            processing_class=WORDS,
-        )
-        with pytest.raises(ValueError, match="tells no hidden states: write `--format topk`"):
-            write_targets(trainer, tmp_path / "targets")
-        write_targets(trainer, tmp_path / "targets", "topk", 8)
+        write_targets(make_trainer(**options), tmp_path / "targets")
         lived = trained(**options)
     stored = trained(**OPTIONS | {"teacher_model": None, "teacher_targets": str(tmp_path / "targets")})
     assert_same(outcome(lived), outcome(stored))
@@ -361,12 +362,11 @@ def test_images_are_part_of_what_a_row_is_found_by(tmp_path):
         options = {"lmbda": 0.0, "max_completion_length": 8, "max_steps": 2, "logging_steps": 1, **given}
         return OPSDTrainer(**arguments, args=tiny.config(tmp_path / "run", **options), train_dataset=rows)
 
-    [writer] = write_targets(trainer(), tmp_path / "targets")
-    assert len(writer.store.rows) == 4
+    assert len(write_targets(trainer(), tmp_path / "targets").rows) == 4
     lived, stored = trainer(), trainer(teacher_targets=str(tmp_path / "targets"))
     for one in (lived, stored):
         one.train()
     assert_same(outcome(lived), outcome(stored))
     swapped = [{**data[one], "images": data[other]["images"]} for one, other in enumerate((1, 0, 2, 3))]
-    with pytest.raises(ValueError, match="no targets for 2 of 4 rows"):
+    with pytest.raises(ValueError, match=r"no targets of 'teacher' for . of . rows"):
         trainer(Dataset.from_list(swapped, data.features), teacher_targets=str(tmp_path / "targets")).train()

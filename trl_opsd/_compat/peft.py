@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from peft import (
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Embedding, Linear
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,9 +37,6 @@ _IRRELEVANT_FIELDS = (
 """Fields of an adapter's config that do not affect training."""
 _WRAPPER_NAMES = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 """Parts that PEFT inserts into the names of the base model's weights."""
-
-_NAMED = 4
-"""Maximum weights that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +104,6 @@ def has_foreign_adapter(model: CausalLM) -> bool:
     if is_peft(model) or getattr(model, "_hf_peft_config_loaded", False):
         return False
     return any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in model.modules())
-
-
-def is_merged(model: CausalLM) -> bool:
-    """Whether an adapter's weights have been added to those of the base."""
-    return any(getattr(module, "merged", False) for module in model.modules())
 
 
 def base_parameters(model: CausalLM) -> dict[str, Tensor]:
@@ -330,36 +317,31 @@ def read_config(folder: str | Path) -> PeftConfig:
     return PeftConfig.from_pretrained(str(folder))
 
 
-@torch.no_grad()
-def with_adapter(
-    model: CausalLM, config: PeftConfig, loaded: Mapping[str, Tensor], name: str
-) -> tuple[PeftModel, str | None]:
-    """Puts an adapter with weights from its file into the layers of a model, under a name; and what is wrong with it.
+def with_adapter(model: CausalLM, config: PeftConfig, file: Path, name: str) -> PeftModel:
+    """Puts an adapter from its file into the layers of a model, under a name, beside others; active and frozen.
 
-    The model may have others of the same type. Its own weights are not changed.
+    Raises:
+        ValueError: The file has not exactly the adapter's weights, or the output head would change.
     """
     if isinstance(model, PeftModel):
         model.add_adapter(name, config)
+        peft_model = model
     else:
-        model = get_peft_model(model, config, name)
-    own, theirs = adapter_weights(model, name), {one.data_ptr() for one in base_parameters(model).values()}
-    if changed := sorted(key for key, tensor in own.items() if tensor.numel() and tensor.data_ptr() in theirs):
-        return model, f"it changes weights of the base, which others share: {_listed(changed)}"
-    for tensor in own.values():
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)  # PEFT only warns of what a file lacks; this stays
-    base = model.state_dict()
-    # With LoRA on embeddings, or after they are resized, PEFT saves those of the base too, and would load them into it.
-    of_base = loaded.keys() & base.keys()
-    if changed := sorted(key for key in of_base if not torch.equal(loaded[key].to(base[key]), base[key])):
-        return model, f"it has other values, or another shape, of weights of the base: {_listed(changed)}"
-    rest = {key: tensor for key, tensor in loaded.items() if key not in of_base}
-    if unknown := set_peft_model_state_dict(model, rest, adapter_name=name).unexpected_keys:
-        return model, f"the base has no layer for {_listed(sorted(unknown))}"
-    wrong = sorted(key for key, tensor in own.items() if not tensor.isfinite().all())
-    if lacking := [key for key in wrong if key not in loaded]:
-        return model, f"its file lacks {_listed(lacking)}"
-    return model, f"it has values that are not finite, in {_listed(wrong)}" if wrong else None
+        peft_model = get_peft_model(model, config, name)
+    loaded, base = load_file(file), peft_model.state_dict()
+    # With LoRA on embeddings, or after they are resized, PEFT saves those of the base too, and loads them into it.
+    wrong = [key for key in loaded.keys() & base.keys() if not torch.equal(loaded[key].to(base[key]), base[key])]
+    if wrong:
+        raise ValueError(f"it has other values, or another shape, of weights of the base: {wrong[0]}")
+    found = peft_model.load_adapter(str(file.parent), name, torch_device="cpu")
+    for what, keys in (("lacks", found.missing_keys), ("has too much:", found.unexpected_keys)):
+        if keys:
+            raise ValueError(f"its file {what} {keys[0]} and {len(keys) - 1} more")
+    activate(peft_model, name)
+    head = peft_model.get_output_embeddings()
+    if not isinstance(head, ModulesToSaveWrapper) and any(name in one.split(".") for one, _ in head.named_parameters()):
+        raise ValueError("it changes the output head, whose weights the loss uses without it")
+    return peft_model
 
 
 def adapter_weights(model: PeftModel, name: str) -> dict[str, Tensor]:
@@ -372,18 +354,6 @@ def activate(model: PeftModel, name: str) -> None:
     """Makes an adapter the only active one, and leaves all frozen."""
     model.set_adapter(name)
     model.requires_grad_(False)
-
-
-def adapts_head(model: PeftModel, name: str) -> bool:
-    """Whether an adapter changes the output head otherwise than by one of its own."""
-    head = model.get_output_embeddings()
-    is_own = isinstance(head, ModulesToSaveWrapper)
-    return not is_own and any(name in one.split(".") for one, _ in head.named_parameters())
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 @contextmanager

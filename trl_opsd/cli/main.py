@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from enum import StrEnum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from re import fullmatch
 from typing import Annotated, Any
 
 import typer
@@ -107,14 +107,19 @@ def audit(
     from trl_opsd.cli.train.options import OptionParser
     from trl_opsd.cli.train.script import build, leave_nothing, read
 
+    found, parser = [], OptionParser(prog="trl-opsd audit")
     with redirect_stdout(sys.stderr), TemporaryDirectory(prefix="trl_opsd-audit-") as nowhere:
-        given, task = read(["--config", str(config), *context.args], OptionParser(prog="trl-opsd audit"))
-        page = output or Path(given.config.output_dir) / "audit.html"
-        leave_nothing(given.config, nowhere)
-        found = measured(build(given, task), rows, candidate or ())
+        for name in [None, *(candidate or ())]:
+            teacher = [] if name is None else ["--teacher_model_name_or_path", name]
+            given, task = read(["--config", str(config), *context.args, *teacher], parser)
+            page = output or Path(given.config.output_dir) / "audit.html"
+            leave_nothing(given.config, nowhere)
+            trainer = build(given, task)
+            found.append(measured(trainer, rows, name or "as configured"))
+            trainer.rollout.close()
         write_page(found, config.stem, page)
     print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
-    raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))
+    raise typer.Exit(int(not any(verdict(one).word in ("helps", "unknown") for one in found)))
 
 
 def doctor(
@@ -145,7 +150,7 @@ def doctor(
     from contextlib import redirect_stdout
 
     from trl_opsd.cli.doctor.checks import document, examine, show
-    from trl_opsd.cli.doctor.pair import collected, load_pair, read_settings
+    from trl_opsd.cli.doctor.pair import load_pair, models_of, read_settings
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
         settings = wrong = None
@@ -153,21 +158,13 @@ def doctor(
             settings = read_settings(str(config)) if config else None
         except ValueError as error:
             wrong = error
-        named = settings.models if settings else (None, None)
-        models = student or named[0], teacher or named[1]
-        if None in models:
-            why = f" {wrong}" if wrong else ""
-            raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that sets both.{why}")
-        try:
-            loading = settings.loading if settings else ({}, {})
-            cross_tokenizer = settings and settings.given.config.cross_tokenizer
-            pair = load_pair(*models, tiny, loading, cross_tokenizer)  # type: ignore[arg-type]
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
-            which = "" if any(str(one) in str(error) for one in models) else f"{' and '.join(map(repr, models))}: "
-            raise ValueError(f"{which}{error}") from error
-        with collected():  # what a trainer says of prompts that are not the user's
-            findings = examine(pair, settings or wrong, vllm)
-    print(document(pair, findings)) if as_json else show(pair, findings)
+        named = models_of(settings) if settings else (None, None)
+        student, teacher = student or named[0], teacher or named[1]
+        if student is None or teacher is None:
+            raise wrong or ValueError("expected STUDENT and TEACHER, or a --config FILE that sets both.")
+        pair = load_pair(student, teacher, tiny, settings)
+        findings = examine(pair, settings or wrong, vllm)
+    print(json.dumps(document(pair, findings), indent=2)) if as_json else show(pair, findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
 
 
@@ -190,33 +187,23 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Rows per optimizer step and device.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens per prompt, without images.")] = 512,
     length: Annotated[int, typer.Option(min=1, help="Tokens per completion.")] = 512,
-    images: Annotated[int, typer.Option(min=0, help="Images per prompt.")] = 0,
-    image_size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Height and width of each image, in pixels.")
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HxW", help="Height and width of an image of each prompt; may be given several times."),
     ] = None,
     engine: Annotated[
         Engine | None,
-        typer.Option(
-            help="What generates: transformers, vllm in the same process, or a separate vLLM server. Default: vllm if "
-            "it fits, else transformers."
-        ),
+        typer.Option(help="What generates; `vllm` in the same process. Default: vllm if it fits, else transformers."),
     ] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank, on all linear layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
     origin: Annotated[
-        bool,
-        typer.Option("--origin", help="Also read the student as it was passed (`anchor`, `extrapolation`)."),
+        bool, typer.Option("--origin", help="Also read the student as it was passed (`anchor`, `extrapolation`).")
     ] = False,
-    contrast: Annotated[
-        bool, typer.Option("--contrast", help="The teacher also reads a contrast: the method `contrast`.")
-    ] = False,
+    contrast: Annotated[bool, typer.Option("--contrast", help="The teacher also reads a contrast.")] = False,
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
-    link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
-    launch: Annotated[
-        float, typer.Option(min=0, help="Host time of each kernel that transformers launches to generate, in µs.")
-    ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
@@ -225,47 +212,15 @@ def plan(
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
-    from trl_opsd.cli.plan.memory import Load, Rates, considered, tracer
-    from trl_opsd.cli.plan.shapes import shape_of
-    from trl_opsd.cli.plan.shown import PlanRequest, document, show
-    from trl_opsd.models.adapters import adapter_at
+    from trl_opsd.cli.plan.memory import Load
+    from trl_opsd.cli.plan.shown import planned, show
 
-    size = fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", image_size or "")
-    if bool(images) != bool(size):
-        raise ValueError("`--images N` and `--image-size HxW` (such as 1080x1920) belong together.")
-    sizes = [(int(size[1]), int(size[2]))] * images if size else []
-    sources = student, student if teacher is None else teacher
-    adapter = adapter_at(sources[1], {})
-    base = None
-    if adapter is not None:
-        adapter.check("teacher", "teacher_trust_remote_code")
-        base = adapter.base
-    shapes = shape_of(sources[0], sizes), shape_of(base or sources[1], sizes)
-    if images and not any(shape.images.tokens for shape in shapes):
-        raise ValueError(f"`--images {images}`: neither student nor teacher has a vision tower.")
-    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast)
-    for role, shape in zip(("student", "teacher"), shapes, strict=True):
-        if shape.context is not None and load.row(shape) > shape.context:
-            seen = f", with {shape.images.tokens} for images," if shape.images.tokens else ""
-            raise ValueError(
-                f"`--prompt {prompt}` and `--length {length}`{seen} are {load.row(shape)} tokens, but the {role}'s "
-                f"context has {shape.context}: lower one of them."
-            )
-    rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9, launch * 1e-6)
-    request = PlanRequest(sources, shapes, load, rates, gpu_memory * 1e9, base)
-    host = None if host_memory is None else host_memory * 1e9
-    search = partial(considered, *shapes, load, request.memory, host, tracer(shapes[0], load), request.teachers)
-    for tried in [engine] if engine else [Engine.vllm, Engine.transformers]:
-        found, *_ = plans = search(tried.value)[:5]
-        if found.fits and not found.servers:
-            break
-    if as_json:
-        print(document(found, plans, request))
-    else:
-        show(found, plans, request)
-        if found.fits and engine is Engine.transformers and search("vllm")[0].fits:
-            print("vLLM in the same process would also fit: --engine vllm.")
-    raise typer.Exit(0 if found.fits else 1)
+    memory, flops, traffic = int(gpu_memory * 1e9), tflops * 1e12, bandwidth * 1e9
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, memory, origin, contrast, flops, traffic)
+    sizes = [tuple(map(int, one.split("x"))) for one in image or ()]
+    found = planned(student, teacher or student, load, sizes, host_memory and host_memory * 1e9, engine)
+    print(json.dumps(found, indent=2)) if as_json else show(found, load)
+    raise typer.Exit(0 if found["fits"] else 1)
 
 
 def report(
@@ -281,19 +236,16 @@ def report(
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
     One self-contained HTML page; also for a run that is in progress or was killed. With a second run, the curves of
-    both in the same charts, first, last and best figures, and what differs in models and settings.
+    both in the same charts, first and last figures, and what differs in models and settings.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
-    from trl_opsd.report.page import compare, write
+    from trl_opsd.report.page import write
 
-    for one in (run, other):
-        if one and not one.is_dir():
+    for one in (runs := [one for one in (run, other) if one]):
+        if not one.is_dir():
             raise ValueError(f"{one}: no such folder")
-    try:
-        typer.echo(str(compare((run, other), output) if other else write(run, to=output)))
-    except ValueError as error:
-        raise error if other else ValueError(f"{run}: {error}") from error
+    typer.echo(str(write(*runs, to=output)))
 
 
 TRACEBACK = "--traceback"
@@ -364,12 +316,10 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )(train)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(merge)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(targets)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(audit)
-app.command()(doctor)
-app.command()(plan)
-app.command()(report)
+for takes_more in (merge, targets, audit):
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(takes_more)
+for command in (doctor, plan, report):
+    app.command()(command)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -95,14 +94,10 @@ class WholeStream(TorchStream):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.rows = self.digest = 0
-        rows = iter(self._stream)
-        while True:
-            with _noting(f"the stream, after {self.rows} rows"):  # one or two more may have been read ahead
-                if (row := next(rows, None)) is None:
-                    break
-                # Cheap, and enough to notice processes that stream different rows.
-                read = repr([comparable(row.get(name)) for name in self._columns])
+        for row in self._stream:
             self.rows += 1
+            # Cheap, and enough to notice processes that stream different rows.
+            read = repr([comparable(row.get(name)) for name in self._columns])
             self.digest = zlib.crc32(read.encode(), self.digest)
             yield row
         if not self.rows:
@@ -147,16 +142,6 @@ def comparable(value: Any) -> Any:
     return (value.size, zlib.crc32(value.tobytes())) if hasattr(value, "tobytes") else value
 
 
-@contextmanager
-def _noting(where: str) -> Iterator[None]:
-    """Adds the place to whatever is raised where rows are read: a decoder's exception, or that of a user's own code."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"This was raised by {where}.")
-        raise
-
-
 _BATCH = 1000
 """Rows tokenized at once."""
 _SOME = 20
@@ -189,11 +174,6 @@ class Rows:
         """Whether rows can be read before a tokenizer is loaded: not a stream, nor a transform, which may need one."""
         return not (_is_stream(self.dataset) or has_transform(self.dataset))
 
-    @classmethod
-    def of(cls, dataset: Any, where: str, columns: Collection[str], progress: bool) -> Rows:
-        """Surveys these columns of a dataset."""
-        return cls(dataset, where, None if _is_stream(dataset) else Survey.of(dataset, columns), progress)
-
     @property
     def one_of_each_shape(self) -> Numbers:
         """Row numbers that represent all in a check of their form: the first of each shape, in order."""
@@ -210,7 +190,11 @@ def surveyed(datasets: Mapping[str, Any], args: Any, names: Collection[str] = ()
     """The datasets that are there, each with the shapes and sizes of its rows, by what rows name in these columns."""
     columns = [name for name in COLUMNS if name != "teacher"] + [*names]
     progress = args.process_index == 0 and not args.disable_tqdm
-    return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
+    return {
+        name: Rows(one, name, None if _is_stream(one) else Survey.of(one, columns), progress)
+        for name, one in datasets.items()
+        if one is not None
+    }
 
 
 def look_ahead(rows: Rows, intake: Intake) -> Rows:
@@ -286,10 +270,12 @@ def _may_exceed(rows: Rows, survey: Survey, first_tokens: Numbers, reader: Reade
     if reader.is_bounded:
         if most is None:
             return np.zeros(0, np.int64)
-        tokens = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies
+        tokens = np.zeros(len(others), np.int64)
+        tokens[survey.first_of_each_shape] = first_tokens
+        tokens = tokens[survey.first_alike] + 2 * survey.size_of(reader.columns) * reader.copies
         if rows.has_images:  # counted by the headers of their files, and by those of the first
             images = _image_tokens(rows, reader)
-            tokens = tokens + images - np.maximum(images[survey.first_of_each_shape], 0)[survey.shape_of_row]
+            tokens = tokens + images - images[survey.first_alike] % _UNKNOWN
         others = tokens > most
     others[survey.first_of_each_shape] = False
     return np.flatnonzero(others)
@@ -372,23 +358,18 @@ def _is_stream(dataset: Any) -> bool:
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:
     """A filter for a stream, which keeps rows whose prompt fits, and counts and reports the others."""
-    mentioned = 0
 
     def stays(row: dict[str, Any]) -> bool:
-        nonlocal mentioned
         request = reader.of.intake.read(row, f"a row of the stream {where}")
         prompts = [reader.prompt_of(request)]
         reader.check_kind(prompts)
-        if reader.limits_of(request).fits(len(reader.token_ids(prompts)[0])):
-            return True
-        dropped[where] += 1
-        count = dropped[where]
-        if count > mentioned and str(count).strip("0") == "1":  # the first, the tenth, ...; a row may be read again
-            mentioned = count
-            logger.warning(
+        fits = reader.limits_of(request).fits(len(reader.token_ids(prompts)[0]))
+        if not fits:
+            dropped[where] += 1
+            logger.warning_once(
                 f"{where} streams prompts that leave no room in the context for a completion of "
-                f"`max_completion_length` tokens; dropped {count} so far (`trainer.dropped_prompts` has the count)."
+                "`max_completion_length` tokens; they are dropped (`trainer.dropped_prompts` has the count)."
             )
-        return False
+        return fits
 
     return stays

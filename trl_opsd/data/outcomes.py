@@ -59,30 +59,9 @@ def texts_of(tokenizer: Any, completions: Sequence[list[int]]) -> list[str]:
 
 
 def reads_outcome(function: Any) -> bool:
-    """Whether a checked `teacher_prompt_fn` takes an [`Outcome`] too."""
+    """Whether a `teacher_prompt_fn` takes an [`Outcome`] too."""
     try:
         inspect.signature(function).bind({}, "", None)
     except (TypeError, ValueError):
         return False
     return True
-
-
-def check_prompt_fn(function: Any) -> None:
-    """Refuses a `teacher_prompt_fn` that cannot be called with a row and the text of a completion (`TypeError`)."""
-    expected = "two arguments, the row as a dict and the text of the completion, or of three, with an `Outcome`"
-    _check_function("teacher_prompt_fn", function, expected, {}, "", *([None] if reads_outcome(function) else ()))
-
-
-def _check_function(name: str, function: Any, arguments: str, *given: Any) -> None:
-    expected = f"expected a function of {arguments}"
-    if not callable(function) or isinstance(function, type):
-        what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
-        raise TypeError(f"`{name}` is {what}: {expected}.")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise TypeError(f"`{name}` is asynchronous, but would not be awaited: {expected}.")
-    try:
-        inspect.signature(function).bind(*given)
-    except TypeError as error:
-        raise TypeError(f"`{name}` has another signature ({error}): {expected}.") from None
-    except ValueError:  # built-in functions may have no signature
-        return

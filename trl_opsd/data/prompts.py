@@ -17,38 +17,21 @@ from typing import Any, TypeAlias
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
 
-_SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
-"""Code that converts a message in ShareGPT's format."""
-_PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversation", "conversations")
-"""Names of the prompt column in other trainers and well-known datasets."""
 
-
-def check_columns(
-    columns: Iterable[str] | None, where: str, teachers: Collection[str] = (), optional: Collection[str] = ()
-) -> None:
-    """Refuses columns without `prompt`, without `teacher` where several are named, or with a misspelt optional one."""
+def check_columns(columns: Iterable[str] | None, where: str, optional: Collection[str] = ()) -> None:
+    """Refuses columns without `prompt`, or with a misspelt optional one, which would be ignored."""
     if columns is None:  # not known before the first row is read
         return
     names = list(columns)
     if "prompt" not in names:
-        # A misspelt 'prompt' first, then the names that well-known datasets use.
-        likely = [*get_close_matches("prompt", names, n=1, cutoff=0.75), *(one for one in _PROMPTS if one in names)]
         raise ValueError(
             f"{where} has no column 'prompt', only {names}: rename the column that holds the prompts, for instance "
-            f"`dataset.rename_column({[*likely, *names, 'question'][0]!r}, 'prompt')`."
-        )
-    if teachers and "teacher" not in names:
-        raise ValueError(
-            f"There are several teachers, but {where} has no column 'teacher', only {names}: add one with a name from "
-            f"{sorted(teachers)} in each row."
+            f"`dataset.rename_column({[*names, 'question'][0]!r}, 'prompt')`."
         )
     for name in names if optional else ():
         (meant,) = get_close_matches(name.lower(), optional, n=1, cutoff=0.85) or [name]
         if meant not in names:
-            raise ValueError(
-                f"{where} has an unknown column {name!r}; did you mean {meant!r}? Rename it to {meant!r}, or to a less "
-                "similar name."
-            )
+            raise ValueError(f"{where} has an unknown column {name!r}; did you mean {meant!r}? Rename it.")
 
 
 def check_prompt(prompt: Any, where: str) -> str:
@@ -128,8 +111,7 @@ def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | Non
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         found = f"a dict with {sorted(map(str, message))}" if isinstance(message, dict) else _kind(message)
-        hint = f", `[{_SHAREGPT} for one in row['prompt']]`" if found == "a dict with ['from', 'value']" else ""
-        raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'{hint}.")
+        raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'.")
     content = message["content"]
     # A call of tools may stand in place of content.
     if content is None and message.get("tool_calls"):
@@ -258,7 +240,7 @@ class Intake:
         """Parses one row and checks its columns, teacher and prompts; a parsed row is returned unchanged."""
         if isinstance(row, Request):
             return row
-        check_columns(row, where, self.teachers if len(self.teachers) > 1 else ())
+        check_columns(row, where)
         teacher = self._teacher_of(row, where)
         images, named = None, f"The prompt in {where}"
         if not row.keys().isdisjoint(IMAGE_COLUMNS):
@@ -306,12 +288,9 @@ class Intake:
             return self.teachers[0]
         name = row.get("teacher")
         if not isinstance(name, str) or name not in self.teachers:
-            found = (
-                f"names the teacher {name!r}"
-                if isinstance(name, str)
-                else "has no teacher name in the column 'teacher'"
+            raise ValueError(
+                f"{where} names the teacher {name!r} in the column 'teacher': expected one of {sorted(self.teachers)}."
             )
-            raise ValueError(f"{where} {found}: expected one of {sorted(self.teachers)}.")
         return name
 
     def _of_teacher(self, row: Row, where: str, teacher: str, student: Prompt, images: list[Any] | None) -> Prompt:

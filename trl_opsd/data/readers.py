@@ -67,14 +67,8 @@ class PromptLimits:
             )
         self.check_known(largest_id, where)
 
-    def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
-        """Raises `ValueError` when a completion exceeds the limits or has token ids outside the vocabulary."""
-        length = len(prompt_ids) + len(completion_ids)
-        if self.context is not None and length > self.context:
-            raise ValueError(
-                f"{backend} generated {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the "
-                f"context is {self.context}: limit it to max_completion_length={self.completion}."
-            )
+    def check_completion(self, completion_ids: list[int], backend: str) -> None:
+        """Raises `ValueError` when a completion is too long or has token ids outside the vocabulary."""
         if len(completion_ids) > self.completion:
             raise ValueError(
                 f"{backend} generated {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: "
@@ -209,11 +203,6 @@ class Reader:
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of prompts whose kind was checked; refuses what the chat template refuses or prints."""
         template = self.of.template if self.is_teachers else {}
-        if template and prompts[0].kind == "text":
-            raise ValueError(
-                f"`teacher_chat_template_kwargs={dict(template)!r}` has no effect, because the teacher's prompts are "
-                "text: give messages, or remove the option."
-            )
         text = [prompt for prompt in prompts if not prompt.has_images]
         of_text, last = iter(self._of_text(text, template) if text else ()), None
         found: list[list[int]] = []
@@ -234,17 +223,11 @@ class Reader:
     def _of_text(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
         try:
             found = self._tokenized(prompts, template)
-        except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
+        # A TypeError where content parts are joined as text, a ValueError without a template.
+        except (TemplateError, TypeError, ValueError) as error:
             if len(prompts) > 1:  # one by one, to find the row
                 return [ids for prompt in prompts for ids in self._of_text([prompt], template)]
             raise ValueError(f"{prompts[0].where}: the tokenizer's chat template rejects it: {error}.") from error
-        except ValueError as error:
-            if "chat_template is not set" not in str(error):
-                raise
-            raise ValueError(
-                f"{prompts[0].where} is messages, but the tokenizer {self.tokenizer_of(prompts[0]).name_or_path!r} has "
-                "no chat template: take an instruct model, set `tokenizer.chat_template`, or give text."
-            ) from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where, prompt.processor)
             if prompt.has_parts:

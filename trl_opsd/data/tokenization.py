@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import partial
-from inspect import signature
-from os.path import commonprefix
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -34,18 +30,14 @@ def check_token_maps(
     if not differing:
         return
     listed = "; ".join(
-        f"id {number} is {_named(yours, number)} for the {role} and {_named(mine, number)} for the student"
+        f"id {number} is {yours.get(number)!r} for the {role} and {mine.get(number)!r} for the student"
         for number in differing[:_SHOWN]
     )
-    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    read = (
-        f" The teacher's was loaded from {source}, like the teacher: if it uses another one, pass it as "
-        "`teacher_processing_class`."
-    )
+    read = f" The teacher's was loaded from {source}: if it uses another, pass it as `teacher_processing_class`."
     raise ValueError(
-        f"The tokenizers of student and {role} differ: {listed}{more}. The loss compares distributions id by id, so "
-        "pass a teacher with the student's tokenizer; or, unless a server has it, set `cross_tokenizer='bytes'`."
-        f"{read if source else ''}"
+        f"The tokenizers of student and {role} differ in {len(differing)} ids: {listed}. The loss compares "
+        "distributions id by id, so pass a teacher with the student's tokenizer; or, unless a server has it, set "
+        f"`cross_tokenizer='bytes'`.{read if source else ''}"
     )
 
 
@@ -90,24 +82,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {number: token for token, number in tokenizer.get_vocab().items()}
 
 
-def _named(tokens: Mapping[int, str], number: int) -> str:
-    return repr(tokens[number]) if number in tokens else "nothing"
-
-
 logger = get_logger(__name__)
-
-_TAKEN = {
-    "conversation",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "return_dict",
-}
-"""Arguments of `apply_chat_template` that TRL passes, or that contradict these."""
-_ANSWER = "The answer."
-"""An answer that shows what a template writes around it."""
 
 
 def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -122,21 +97,6 @@ def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return str(tokenizer.convert_ids_to_tokens(whole[-1]))
 
 
-def check_template_arguments(tokenizer: PreTrainedTokenizerBase, option: str, names: Collection[str]) -> str | None:
-    """Why chat template arguments have no effect, in words, or `None`; refuses arguments that the trainer sets."""
-    if taken := sorted(_TAKEN & set(names)):
-        raise ValueError(f"`{option}` sets {taken[0]!r}, which is set by the trainer: remove it.")
-    template = str(tokenizer.chat_template or "")  # a dict of several is searched as a whole
-    # A word search rather than an analysis of the template: it errs on the side of silence.
-    words = set(re.findall(r"[A-Za-z_]\w*", template))
-    unread = [name for name in names if name not in words | signature(tokenizer.apply_chat_template).parameters.keys()]
-    if not template or not unread:
-        return None
-    near = get_close_matches(unread[0], words, n=1, cutoff=0.75)
-    hint = f"did you mean {near[0]!r}?" if near else "remove it, or use a template that uses it."
-    return f"`{option}` sets {unread[0]!r}, which the tokenizer's chat template does not use: {hint}"
-
-
 def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
     """Refuses content parts that a chat template wrote as Python prints a list: the prompt would be code."""
     if any(isinstance(one["content"], list) and str(one["content"]) in text for one in messages):
@@ -147,7 +107,7 @@ def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) ->
 
 
 def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callable[..., str], where: str) -> None:
-    """Refuses a chat template that leaves a message out; those of the assistant it may shorten."""
+    """Refuses a chat template that prints content in parts, or leaves a message out; of the assistant it may some."""
     # Contents are replaced by words that no template changes, so that each can be found.
     words = [f"word{number}." for number in range(len(messages))]
     marked = [
@@ -156,6 +116,7 @@ def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callab
     ]
     with suppress(TemplateError, TypeError):  # the reader reports the row that a template refuses
         text = render(marked)
+        check_parts(marked, text, where)
         for number, (one, word) in enumerate(zip(messages, words, strict=True), 1):
             if one["role"] != "assistant" and word not in text:
                 raise ValueError(
@@ -165,95 +126,26 @@ def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callab
                 )
 
 
-def warn_of_prompts(
-    tokenizer: PreTrainedTokenizerBase, where: str, prompts: Sequence[Any], render: Callable[..., str]
-) -> None:
-    """Renders some prompts as a model will see them, and warns of what is seldom meant."""
-    if all(isinstance(prompt, str) for prompt in prompts):
-        if tokenizer.chat_template and not any(token in text for text in prompts for token in _special(tokenizer)):
-            logger.warning(
-                f"The prompts of {where} are text, so no chat template is applied, although the tokenizer has one. If "
-                "the student is a chat model, give messages: [{'role': 'user', 'content': '...'}]."
-            )
-        names = (f"The prompt in row {number} of {where}" for number in range(len(prompts)))
-        warn_of_ended_text(tokenizer, dict(zip(names, prompts, strict=True)), render)
-    elif tokenizer.chat_template:
-        with suppress(TemplateError, TypeError):  # the reader reports the row that a template refuses
-            _warn_of_template(where, prompts, render)
-
-
-def warn_of_ended_text(
-    tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, str], render: Callable[..., str]
-) -> None:
-    """Warns of the first text prompt that ends as an answer does, so that nothing is left to generate."""
-    ends = {str(tokenizer.eos_token)}
-    if tokenizer.chat_template:
-        with suppress(TemplateError, TypeError):
-            _, end = _around_answer([{"role": "user", "content": "?"}], render)
-            ends.update({end} & set(_special(tokenizer)))
-    for name, prompt in prompts.items():
-        text = prompt.rstrip()
-        if found := next((end for end in ends if text.endswith(end) and text != end), None):
-            logger.warning(
-                f"{name} ends with the end token {found!r}, so there is nothing left to generate: end it where the "
-                "answer begins, or give messages, to which the chat template adds the generation prompt."
-            )
-            return
-
-
 def look_at(tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Request], args: Any, tools: Any) -> None:
-    """Refuses a template that leaves out messages of some rows, and warns of what is seldom meant in their prompts."""
-    render = partial(
-        tokenizer.apply_chat_template,
-        tokenize=False,
-        tools=tools or None,
-        **{"add_generation_prompt": True, **(args.chat_template_kwargs or {})},
-    )
-    warn_of_prompts(tokenizer, where, [row.student.value for row in rows], render)
+    """Refuses a template that leaves out messages of some rows; warns where it is not used. `doctor` examines more."""
     if tools and (text := next((row.student.where for row in rows if row.student.kind == "text"), "")):
         raise ValueError(f"{text} is text, in which no tool can be called: give messages, or remove the tools.")
-    for row in rows if tokenizer.chat_template else ():
-        theirs_too = ((row.of_teacher, partial(render, **args.teacher_template_kwargs)),)
-        for prompt, read in ((row.student, render), *(() if args.cross_tokenizer else theirs_too)):
-            if prompt.kind == "messages":
-                check_that_all_is_read(prompt.value, read, prompt.where)
-    theirs = (row.of_teacher for row in rows if row.of_teacher is not row.student)
-    warn_of_ended_text(tokenizer, {one.where: one.value for one in theirs if one.kind == "text"}, render)
-
-
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
-"""Those that templates know; another is dropped, or written as it is."""
-
-
-def _warn_of_template(where: str, prompts: Sequence[Any], render: Callable[..., str]) -> None:
-    if other := {str(one["role"]) for messages in prompts for one in messages} - _ROLES:
+    if not tokenizer.chat_template:
+        return
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    texts = [row.student.value for row in rows if row.student.kind == "text"]
+    if texts and not any(token in text for text in texts for token in special):
         logger.warning(
-            f"Messages in {where} have roles that chat templates seldom know: {', '.join(sorted(other))}. Name them "
-            "'user', 'assistant' or 'system', unless the template has them."
+            f"The prompts of {where} are text, so no chat template is applied, although the tokenizer has one. If "
+            "the student is a chat model, give messages: [{'role': 'user', 'content': '...'}]."
         )
-    for number, messages in enumerate(prompts):
-        check_parts(messages, render(messages), f"The prompt in row {number} of {where}")
-    before, _ = _around_answer(prompts[0], render)
-    if before and render(prompts[0], add_generation_prompt=False) == render(prompts[0]):
-        logger.warning(
-            f"The tokenizer's chat template renders {before!r} before an answer, but not at the end of a prompt: it "
-            "ignores `add_generation_prompt`, so the student would have to generate it. Use a template that supports "
-            "it."
-        )
-
-
-def _around_answer(messages: list[Any], render: Callable[..., str]) -> tuple[str, str]:
-    """What a template writes between a prompt and its answer, and after the answer."""
-    prompt = render(messages)
-    whole = render([*messages, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
-    # A template may write the prompt alone and with an answer differently; what differs begins after the common part.
-    shared = len(commonprefix([prompt, whole]))  # noqa: RUF071 (characters are meant)
-    before, _, after = whole[shared:].rpartition(_ANSWER)
-    return before.strip(), after.strip()
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    given = {"tokenize": False, "tools": tools or None, "add_generation_prompt": True}
+    of_student = {**given, **(args.chat_template_kwargs or {})}
+    of_teacher = {**of_student, **args.teacher_template_kwargs}
+    for row in rows:
+        for prompt, options in ((row.student, of_student), (row.of_teacher, of_teacher)):
+            if prompt.kind == "messages" and not (options is of_teacher and args.cross_tokenizer):
+                check_that_all_is_read(prompt.value, partial(tokenizer.apply_chat_template, **options), prompt.where)
 
 
 _SPACE = "▁"

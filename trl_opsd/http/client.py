@@ -128,31 +128,6 @@ class Response:
             raise ServerError(f"{self.request} returned {where}={shown(error['input'])}: {error['msg']}.") from errors
 
 
-class Background:
-    """Runs coroutines in a thread that does not keep the program alive.
-
-    The event loop is its own: in a notebook the current one is already running.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
-        # The thread ends with its owner.
-        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine; cancelling the result cancels it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine to its end; an interrupt cancels it."""
-        future = self.start(coroutine)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
-
 class HTTPClient:
     """Requests to one server, each with a deadline for the whole of it, however steadily the response trickles in.
 
@@ -164,15 +139,31 @@ class HTTPClient:
         self._deadline, self._origin = deadline, origin
         self._trust_env = not is_this_machine(urlsplit(url).hostname)  # a proxy cannot reach our loopback
         self._headers = {**token_header(kind.token), "Accept-Encoding": "identity", "Connection": "close"}
-        self._background = Background()
+        # A loop of its own, since in a notebook the current one is already running, in a thread that ends with the
+        # client and does not keep the program alive.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine; cancelling the result cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine to its end; an interrupt cancels it."""
+        future = self.begin(coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
     def get(self, path: str, **options: Any) -> Response:
-        """As [`request`], with GET, and waits for the response; an interrupt cancels it."""
-        return self._background.run(self.request("GET", path, **options))
+        """As [`request`], with GET, and waits for the response."""
+        return self.run(self.request("GET", path, **options))
 
     def post(self, path: str, **options: Any) -> Response:
-        """As [`request`], with POST, and waits for the response; an interrupt cancels it."""
-        return self._background.run(self.request("POST", path, **options))
+        """As [`request`], with POST, and waits for the response."""
+        return self.run(self.request("POST", path, **options))
 
     def post_each(self, path: str, bodies: Sequence[Any], read: Callable[[int, Response], T]) -> Responses[T]:
         """Sends one POST per JSON body, whose response `read` parses; without a body the response is empty."""
@@ -184,7 +175,7 @@ class HTTPClient:
             async with turn:
                 return await self.request("POST", path, json=body)
 
-        return Responses([self._background.start(post(body)) for body in bodies], read)
+        return Responses([self.begin(post(body)) for body in bodies], read)
 
     def wait_until_up(self, seconds: float) -> None:
         """Waits until `/health` is 200; a `ValueError` if it is not in time."""

@@ -61,12 +61,7 @@ def url_of(option: str, value: Any) -> str:
         )
     if not is_origin(given):
         raise ValueError(f"`{option}={given!r}`: {expected}, with `http://` or `https://` and a host.")
-    url = given.rstrip("/")
-    if url.endswith(("/v1", "/pooling", "/models")):
-        raise ValueError(
-            f"`{option}={given!r}` ends in {urlsplit(url).path!r}, which is added automatically: {expected}."
-        )
-    return url
+    return given.rstrip("/")
 
 
 def is_this_machine(host: str | None) -> bool:

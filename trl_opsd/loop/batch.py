@@ -77,6 +77,10 @@ class Batches:
 
     def make(self, inputs: Sequence[Mapping[str, Any]]) -> Batch:
         """The batch of these rows. Collective."""
+        return self.taught(*self.completed(inputs))
+
+    def completed(self, inputs: Sequence[Mapping[str, Any]]) -> tuple[Rollout, Sequence[BatchRow]]:
+        """These rows with their completions, in the process that will score them. Collective."""
         host = self._host
         rows: Sequence[BatchRow] = self.begin(inputs)
         written = self._generation.write(rows, host.prompt_ids_of(rows))
@@ -85,7 +89,7 @@ class Batches:
         rollout = self.counted(rows, written)
         if not self._generation.notifies_teacher:  # which reads a row in the process that generated it
             rollout, rows = exchanged(host, rollout, rows)
-        return self.taught(rollout, rows)
+        return rollout, rows
 
     def begin(self, inputs: Sequence[Mapping[str, Any]]) -> list[BatchRow]:
         """Reads and checks the rows of a batch, and counts it. Collective."""

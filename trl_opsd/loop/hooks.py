@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -37,7 +37,6 @@ from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.step import Step
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
-from trl_opsd.loop.stored import check_rows
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.methods.base import Part
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
@@ -136,7 +135,7 @@ class TrainerHooks(TrainerMembers):
         if sizes.sp_enabled:
             from trl_opsd.models.shared_rows import RowGroup, check_shareable
 
-            check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
+            check_shareable(self.model, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
         limit, show = self.args.phase_timeout, replace_default(self.callback_handler)
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
@@ -194,7 +193,6 @@ class TrainerHooks(TrainerMembers):
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
             logger.warning("`args.resume_from_checkpoint` has no effect: pass it to `train`.")
         self.restore_launch()
-        check_rows(self)
         self._metrics["train"].clear()
         self._stats.clear()
         self.methods.begin()
@@ -473,6 +471,12 @@ class TrainerHooks(TrainerMembers):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return super().get_eval_dataloader(self._checked(eval_dataset, "eval_dataset"))
 
+    @contextmanager
+    def evaluating(self, prefix: str) -> Iterator[dict[str, float]]:
+        """Within it, batches are those of one evaluation, with its seeds and rewards; fills the metrics at its end."""
+        with self._stats.evaluation(prefix, self._metrics["eval"]) as metrics, self.methods.evaluation(prefix):
+            yield metrics
+
     # By `predict`. In the order of the rows; TRL shuffles what it evaluates.
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return self._get_dataloader(
@@ -484,8 +488,7 @@ class TrainerHooks(TrainerMembers):
 
     # For each dataset of an evaluation, and by `predict`.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        with self._stats.evaluation(prefix, self._metrics["eval"]) as metrics, self.methods.evaluation(prefix):
+        with self.evaluating(kwargs.get("metric_key_prefix", "eval")) as metrics:
             output = super().evaluation_loop(*args, **kwargs)
         if self.is_in_train:
             self.pictures.begin(is_training=False)  # drops those of the last batch

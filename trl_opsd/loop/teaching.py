@@ -32,7 +32,6 @@ from trl_opsd.parallel.precision import autocast
 from trl_opsd.teacher.base import innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.stored import MissingTargetsError
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
@@ -248,15 +247,7 @@ class Teaching:
         rollout = self.teachers.proposed(rollout, self._host.args.loss_chunk_tokens, self.vocabulary)
         read = self._for_teachers(rollout, rows)
         before = self.teachers.tokens
-        try:
-            found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
-        except MissingTargetsError as error:
-            prompt, completion = map(self._host.processing_class.decode, (error.prompt_ids, error.completion_ids))
-            raise ValueError(
-                f"`teacher_targets={self._host.args.teacher_targets!r}` has no targets for {error.rows} rows of "
-                f"{self.batch_name}, the first of which ends with {prompt[-60:]!r} before the completion "
-                f"{completion[:60]!r}: run `trl-opsd targets` with these rows, which adds what is missing."
-            ) from None
+        found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
         if before is not None and (after := self.teachers.tokens) is not None:
             self._host.record("teacher/tokens", after[0] - before[0], len(rows))
             self._host.record("teacher/prefix_saved", after[1] - before[1], len(rows))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd._compat.values import Finite, NotNegative
-from trl_opsd.data.outcomes import Outcome, check_prompt_fn, reads_outcome, texts_of
+from trl_opsd.data.outcomes import Outcome, reads_outcome, texts_of
 from trl_opsd.data.prompts import SUCCESS_TEMPLATE
 from trl_opsd.environments import Environments
 from trl_opsd.losses.divergence import describe
@@ -360,9 +360,6 @@ class PromptFunction(Method):
 
     def __post_init__(self) -> None:
         self.reads_outcomes = self.needs_rewards = reads_outcome(self.function)
-
-    def check(self, args: Any, teachers: Sequence[str]) -> None:
-        check_prompt_fn(self.function)
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
         request = row.request

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from transformers.utils import cached_file
 
 from trl_opsd._compat.peft import (
     CausalLM,
-    activate,
-    adapts_head,
     read_config,
     reads_prompts,
     rewrites_base,
@@ -53,50 +50,30 @@ class Adapter:
         own = {"subfolder": None, "revision": getattr(self.config, "revision", None)}
         return {name: one for name, one in {**self.loading, **own}.items() if one is not None}
 
-    def check(self, called: str, trust: str) -> None:
+    def check(self, called: str) -> None:
         """Refuses an adapter that cannot teach, or whose base cannot be found."""
-        config, where = self.config, f"`{called}={self.path!r}`"
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        wrong = None
-        if config.task_type not in (None, "CAUSAL_LM"):
-            wrong = f"its task is {config.task_type}, not CAUSAL_LM: pass an adapter of a causal language model."
-        elif reads_prompts(config):
-            wrong = f"an adapter of the type {kind} acts through prompts, which a teacher computes without: use LoRA."
-        elif rewrites_base(config):
-            wrong = (
-                f"`init_lora_weights={config.init_lora_weights!r}` changes the weights under it, which others share: "
-                "save it with `path_initial_model_for_weight_conversion`, or pass a merged model."
-            )
-        elif getattr(config, "layer_replication", None):
-            wrong = f"`layer_replication` makes another model of its base. {_MERGE}"
-        elif not config.base_model_name_or_path:
-            wrong = f"its {CONFIG} names no base: set `base_model_name_or_path` there."
-        elif adapter_at(self.base, self.loading_of_base) is not None:
-            wrong = f"its base {self.base!r} is an adapter, too: merge that one, and name the result in its {CONFIG}."
+        config, wrong = self.config, None
+        replicates, biases = getattr(config, "layer_replication", None), getattr(config, "bias", "none") != "none"
+        if reads_prompts(config):
+            wrong = "it acts through prompts, which a teacher computes without: use LoRA."
+        elif rewrites_base(config) or replicates or biases:
+            wrong = f"it changes its base, which others share. {_MERGE}"
         if wrong is not None:
-            raise ValueError(f"{where}: {wrong}")
-        of_base = f"{self.path}/{CONFIG}: base_model_name_or_path"
-        language_config(self.base, of_base, self.loading_of_base, trust)
+            raise ValueError(f"`{called}={self.path!r}`: {wrong}")
+        language_config(self.base, f"{self.path}/{CONFIG}: base_model_name_or_path", self.loading_of_base)
 
     def put_on(self, model: CausalLM, name: str) -> CausalLM:
         """Puts it into the layers of its base under a name, beside others, and makes it the active one."""
-        where = f"The adapter {self.path!r}, on its base {self.base!r}"
         try:
-            file = cached_file(
-                self.path, _WEIGHTS, **place_of(self.loading)
-            )  # no pickle, which PEFT would take as well
-            model, wrong = with_adapter(model, self.config, load_file(file), name)
+            # No pickle, which PEFT would take as well.
+            file = cached_file(self.path, _WEIGHTS, **place_of(self.loading))
+            return with_adapter(model, self.config, Path(file or ""), name)
         except (OSError, ValueError, LookupError, RuntimeError) as error:  # no file, other layers, shapes or options
-            wrong = " ".join(str(error).split())[:_QUOTED]
-        if wrong is None:
-            activate(model, name)
-            if not adapts_head(model, name):
-                return model
-            wrong = "it changes the output head, whose weights the loss uses without it"
-        raise ValueError(
-            f"{where}: {wrong}. Name the right base in its {CONFIG}, or save the adapter again. If both are right, its "
-            f"weights cannot be used beside those of others. {_MERGE}"
-        )
+            raise ValueError(
+                f"The adapter {self.path!r}, on its base {self.base!r}: {' '.join(str(error).split())[:_QUOTED]}. Name "
+                f"the right base in its {CONFIG}, or save the adapter again. If both are right, its weights cannot be "
+                f"used beside those of others. {_MERGE}"
+            ) from error
 
 
 def adapter_at(path: Any, loading: Mapping[str, Any]) -> Adapter | None:

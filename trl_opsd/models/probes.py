@@ -39,7 +39,7 @@ from trl_opsd.models.backbone import (
     together,
 )
 from trl_opsd.models.padding import PADDED, BatchPolicy, Read, agree, distances, gap_of_packing, prove_batch_policy
-from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
+from trl_opsd.parallel.precision import autocast, least_precise
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
 from trl_opsd.types.rollout import PromptIds
@@ -160,14 +160,8 @@ class Probed:
                 with torch.autocast(device.type, enabled=False):
                     return read()
             except RuntimeError as error:
-                if not ("dtype" in str(error) or "scalar type" in str(error)):
+                if not (torch.is_autocast_enabled(device.type) and ("dtype" in str(error) or "scalar" in str(error))):
                     raise
-                if not torch.is_autocast_enabled(device.type):
-                    raise ValueError(
-                        f"{self} has weights of dtypes that cannot be multiplied: {dtypes_of(self.model)}. Load it in "
-                        "one dtype, for instance with `dtype='bfloat16'`, cast it with `model.to(torch.bfloat16)`, or "
-                        f"set `bf16=True` (autocast). torch's error: {error}"
-                    ) from error
             return read()
 
 

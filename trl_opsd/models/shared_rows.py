@@ -86,24 +86,22 @@ class RowGroup:
             )
 
 
-def check_shareable(student: CausalLM, size: int, attention: str | None) -> None:
-    """Refuses a student whose attention cannot be divided by positions among `size` processes."""
-    config = student.config.get_text_config()
-    kind = student.config._attn_implementation
+def check_shareable(student: CausalLM, attention: str | None) -> None:
+    """Refuses a student whose attention cannot be divided by positions among processes."""
+    config, kind = student.config.get_text_config(), student.config._attn_implementation
     expected = (attention,) if attention in _CAUSAL else _CAUSAL
+    layers = set(getattr(config, "layer_types", None) or ())
+    if not layers and getattr(config, "sliding_window", None) is not None:
+        layers = {"sliding_attention"}
     if kind not in expected:
-        raise ValueError(
-            f"`sp_size={size}`: the student's attention is '{kind}', expected {' or '.join(map(repr, expected))}: load "
-            f"it with `model_init_kwargs={{'attn_implementation': '{expected[0]}'}}`, or change "
-            "`parallelism_config_sp_attn_implementation` in the accelerate file."
-        )
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and getattr(config, "sliding_window", None) is not None:
-        kinds = ["sliding_attention"]
-    if others := {one for one in kinds or () if one != "full_attention"}:
-        raise ValueError(_unsupported(student, f"it has layers of the kind {', '.join(map(repr, sorted(others)))}"))
-    if "position_ids" not in inspect.signature(backbone_of(student).forward).parameters:
-        raise ValueError(_unsupported(student, "it takes no `position_ids`"))
+        why = f"its attention is {kind!r}: load it with `model_init_kwargs={{'attn_implementation': '{expected[0]}'}}`"
+    elif others := layers - {"full_attention"}:
+        why = f"it has layers of the kind {', '.join(map(repr, sorted(others)))}"
+    elif "position_ids" not in inspect.signature(backbone_of(student).forward).parameters:
+        why = "it takes no `position_ids`"
+    else:
+        return
+    raise ValueError(_unsupported(student, why))
 
 
 def _unsupported(student: CausalLM, why: str) -> str:

@@ -69,19 +69,12 @@ def text_tokenizer(processing_class: Any) -> Any:
 
 
 def check_processing_class(processing_class: Any) -> None:
-    """Refuses what is no tokenizer (a `TypeError`), an empty tokenizer, and one without an end token."""
-    processing_class, given = text_tokenizer(processing_class), processing_class
-    name = type(given).__name__
-    if not isinstance(processing_class, PreTrainedTokenizerBase):
-        raise TypeError(f"`processing_class` is a {name}: expected a tokenizer, or a processor that has one.")
-    if len(processing_class) <= len(set(processing_class.all_special_tokens)):
+    """Refuses an empty tokenizer, as one is that was loaded from a folder without its files, or one without an end."""
+    tokenizer = text_tokenizer(processing_class)
+    if tokenizer.eos_token_id is None or len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
         raise ValueError(
-            f"The tokenizer ({processing_class.name_or_path or name}) has only special tokens, as when loaded from a "
-            "folder without tokenizer files: save the model's tokenizer there, or pass it as `processing_class`."
-        )
-    if processing_class.eos_token_id is None:
-        raise ValueError(
-            "The tokenizer has no end-of-sequence token, so no completion could end: set `tokenizer.eos_token`."
+            f"The tokenizer ({tokenizer.name_or_path}) has no end-of-sequence token, so no completion could end, or "
+            "only special tokens: save the model's tokenizer in its folder, or pass it as `processing_class`."
         )
 
 
@@ -98,20 +91,6 @@ def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
     return rows
 
 
-def check_sees(model: Any, loading: dict[str, Any]) -> None:
-    """Refuses a text model for prompts with images; loads no weights."""
-    if isinstance(model, str):
-        config, _ = PretrainedConfig.get_config_dict(model, **place_of(loading))
-        is_text, kind = not {"text_config", "vision_config"} & config.keys(), config.get("model_type")
-    else:
-        is_text, kind = model.config.get_text_config() is model.config, model.config.model_type
-    if is_text:
-        raise ValueError(
-            f"The student is a text model ({kind}), but its prompts have images: pass a vision-language model, or "
-            "remove the images."
-        )
-
-
 def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int | None) -> None:
     """Refuses an end token that cannot be generated, and replaces a padding token outside the vocabulary."""
     if tokenizer is None or rows is None:  # not loaded yet, or unknown
@@ -122,11 +101,6 @@ def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int |
             f"ids, so no completion could end with it: use the tokenizer the student was trained with; {_HOW_TO_GROW}."
         )
     if tokenizer.pad_token is not None and not _known(tokenizer.pad_token_id, rows):
-        logger.warning(
-            f"The padding token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}, but the student has "
-            f"{rows} ids, so {tokenizer.eos_token!r} is used for padding instead, which changes no result. To keep the "
-            f"padding token: {_HOW_TO_GROW}."
-        )
         # Padding is identified by its mask, never by its id, so any token of the vocabulary will do.
         tokenizer.pad_token = tokenizer.eos_token
 

@@ -136,12 +136,6 @@ def _unmoved(weight: Tensor, rate: float) -> float:
     return float(torch.stack(unmoved).float().mean()) if values.numel() else 0.0
 
 
-def dtypes_of(model: nn.Module) -> str:
-    """The dtypes of a model's weights, each with an example parameter, for messages."""
-    names = {str(one.dtype).removeprefix("torch."): name for name, one in model.named_parameters()}
-    return ", ".join(f"{dtype} ({name!r})" for dtype, name in sorted(names.items()))
-
-
 def least_precise(model: nn.Module) -> torch.dtype:
     """The dtype of a model's weights that rounds most; its outputs are no more precise, whatever their dtype."""
     dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}

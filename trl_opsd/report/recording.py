@@ -6,6 +6,7 @@ A record that cannot be written costs the report, never the training.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -15,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd.progress import evaluated
 from trl_opsd.report.records import Recorded, append, keep_until, state_file, tell
-from trl_opsd.report.samples import Sample, Token
+from trl_opsd.report.samples import Sample
 from trl_opsd.types import Rollout
 
 logger = get_logger(__name__)
@@ -28,11 +29,11 @@ _ROWS = 4
 class Recording(TrainerCallback):
     """Keeps samples of the first and the last step of a training and of each evaluation, in the main process.
 
-    `about` gives models, objective and settings by topic; if `is_traced`, samples are also logged to trackio's run.
+    `about` gives models, objective and settings by topic.
     """
 
-    def __init__(self, folder: str, about: Callable[[], Mapping[str, str]], is_traced: bool) -> None:
-        self._run, self._about, self._is_traced = Path(folder), about, is_traced
+    def __init__(self, folder: str, about: Callable[[], Mapping[str, str]]) -> None:
+        self._run, self._about = Path(folder), about
         self._works = True
         self._evaluation: dict[int, Sample] = {}
         self._first: frozenset[int] = frozenset()  # checksums of the training's first samples
@@ -57,7 +58,7 @@ class Recording(TrainerCallback):
             self._trained_at = step
             found = _lowest({}, rollout, samples, self._first)
             self._first = frozenset(found)
-            self._keep(Recorded(step, "train", tuple(found.values())))
+            self._try(append, self._run, Recorded(step, "train", tuple(found.values())))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._works, self._trained_at, self._evaluation, self._first = True, None, {}, frozenset()
@@ -76,7 +77,7 @@ class Recording(TrainerCallback):
             recorded = Recorded(
                 state.global_step, evaluated(of.get("metrics") or {}) or "eval", tuple(samples.values())
             )
-            self._keep(recorded)
+            self._try(append, self._run, recorded)
             self._before += [] if has_begun else [recorded]
         if has_begun:
             self._keep_log(state)
@@ -89,16 +90,7 @@ class Recording(TrainerCallback):
         if state.is_world_process_zero and self._works:
             from trl_opsd.report.page import write  # large
 
-            self._try(write, self._run, state.log_history)
-
-    def _keep(self, recorded: Recorded) -> None:
-        self._try(append, self._run, recorded)
-        if self._is_traced:
-            try:
-                log_traces(recorded)
-            except (ImportError, RuntimeError) as error:
-                self._is_traced = False
-                logger.warning(f"`report=True`: samples cannot be sent to trackio: {error}")
+            self._try(partial(write, log=state.log_history), self._run)
 
     def _keep_log(self, state: TrainerState) -> None:
         if state.is_world_process_zero and self._works:
@@ -107,7 +99,7 @@ class Recording(TrainerCallback):
     def _try(self, do: Callable[..., Any], *given: Any) -> None:
         try:
             do(*given)
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # whatever is in that folder
             self._works = False
             logger.warning(f"`report=True`: the rest of this training is not recorded: {error}")
 
@@ -120,10 +112,8 @@ def _lowest(
 ) -> dict[int, Sample]:
     """The samples with the lowest checksums of their prompts, of those kept and of more rows; `seen` ones first."""
     # The same rows in each evaluation, however they are assigned to micro-batches.
-    rows, is_there = (
-        {},
-        rollout.completion_mask.any(1).tolist(),
-    )  # of a prompt that was skipped there is nothing to show
+    rows = {}
+    is_there = rollout.completion_mask.any(1).tolist()  # of a prompt that was skipped there is nothing to show
     for row, prompt in enumerate(rollout.prompt_lists()):
         key, images = crc32(repr(prompt).encode()), rollout.images[row] if rollout.images else None
         for image in images.originals if images else ():  # prompts often differ in their images alone
@@ -134,43 +124,3 @@ def _lowest(
     new = [key for key in lowest if key not in kept]
     made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}
     return {key: kept.get(key) or made[key] for key in lowest}
-
-
-def log_traces(recorded: Recorded) -> None:
-    """Logs samples to trackio's open run, each as a trace with a span per token."""
-    import trackio  # optional
-    from trackio import Trace
-
-    traces = {}
-    for number, sample in enumerate(recorded.samples):
-        messages = [{"role": "user", "content": sample.prompt}]
-        for tokens, answer in sample.turns:
-            messages.append({"role": "assistant", "content": "".join(token.text for token in tokens)})
-            messages += [] if answer is None else [{"role": "tool", "content": answer}]
-        messages[-1]["content"] += " …" if sample.is_cut else ""
-        facts: dict[str, Any] = {"optimizer_steps": recorded.step}
-        if nats := [token.divergence for token in sample.tokens if token.divergence is not None]:
-            facts["divergence"] = f"{sum(nats) / len(nats):.3g}"
-        if sample.teacher is not None:
-            facts["teacher"] = sample.teacher
-        spans = [{"id": str(place), "kind": "generation", **_span(token)} for place, token in enumerate(sample.tokens)]
-        traces[f"{recorded.split}/sample_{number}"] = Trace(messages, facts, spans)
-    trackio.log(traces)
-
-
-def _span(token: Token) -> dict[str, Any]:
-    if token.divergence is None:
-        return {"name": f"{_visible(token.text)}  ·  not in the loss"}
-    choices = "\n".join(f"{share:6.1%}  {_visible(text)}" for text, share in token.choices)
-    shares = {"student": token.student, "teacher": token.teacher}
-    return {
-        "name": f"{_visible(token.text)}  ·  {token.divergence:.2f} nats",
-        "input": "\n".join(f"{name}  {'–' if one is None else format(one, '6.1%')}" for name, one in shares.items()),
-        "output": f"The teacher's top tokens:\n{choices}",
-        "metadata": {"divergence": token.divergence, **shares},
-    }
-
-
-def _visible(text: str) -> str:
-    shown = text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in shown) or "part of a character"

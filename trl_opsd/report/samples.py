@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trl_opsd.losses import ReverseKL, SampledReverseKL
 from trl_opsd.losses.objective import Objective, head_of_reference
-from trl_opsd.models.backbone import logits_of
+from trl_opsd.losses.streamed import streamed_entropy, streamed_known
 from trl_opsd.models.tokenizers import readable
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.known import KnownTokens, TokenHead
@@ -67,14 +67,6 @@ class Sample:
     """The first of the prompt's images, each a small JPEG in base64."""
     answers: tuple[tuple[int, str], ...] = ()
     """What tools answered, as the chat template has it, each after so many of the tokens."""
-
-    @property
-    def turns(self) -> Iterator[tuple[tuple[Token, ...], str | None]]:
-        """The tokens of each turn, and what tools answered to it; `None` for the last."""
-        start = 0
-        for end, answer in (*self.answers, (len(self.tokens), None)):
-            yield self.tokens[start:end], answer
-            start = end
 
 
 @torch.no_grad()
@@ -157,7 +149,8 @@ def _numbers(
     """The columns of [`Token`] but its text, with ids in place of the teacher's choices, and their probabilities."""
     temperatures, vocabulary, device = objective.temperatures, objective.vocabulary, student[0].device
     teacher_head = teacher_head.to(device)
-    of_student, _, _ = _said(LazyLogits(*student, temperatures[0]), vocabulary, ids_n)
+    sampled_n = ids_n.to(device)
+    of_student = (-streamed_entropy(LazyLogits(*student, temperatures[0]), CHUNK, vocabulary, sampled_n)).exp().tolist()
     if nats is not None:
         told_n: list[float] = nats(objective, row, places_n, student[1], teacher_head).tolist()
         return told_n, of_student, [None] * len(ids_n), *[[()] * len(ids_n)] * 2
@@ -167,23 +160,12 @@ def _numbers(
         for name, states_nH in targets.reference_states_of(row, places_n).items()
     }
     nats_n = objective.of(student, theirs, None, None, reference_states).divergence.tolist()
-    return nats_n, of_student, *_said(LazyLogits(*theirs, temperatures[1]), vocabulary, ids_n)
-
-
-def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
-    """A model's probabilities of these tokens, the ids of the likeliest at each position, and their probabilities."""
-    if isinstance(logits.head, TokenHead):  # the token of the row is the first
-        probabilities_nc, ids_nc = (known := KnownTokens.unpack(logits.hidden)).likeliest(CHOICES)
-        return known.logprobs[:, 0].exp().tolist(), ids_nc.tolist(), probabilities_nc.tolist()
-    given, largest, which = [], [], []
-    # In chunks, since these logits are formed in full.
-    for hidden_cH, ids_c in zip(logits.hidden.split(CHUNK), ids_n.split(CHUNK), strict=True):
-        probabilities_cV = (logits_of(hidden_cH, logits.head)[:, :vocabulary] / logits.temperature).softmax(-1)
-        given += probabilities_cV.gather(1, ids_c.to(probabilities_cV.device)[:, None]).squeeze(1).tolist()
-        best = probabilities_cV.topk(min(CHOICES, probabilities_cV.size(1)), dim=1)
-        largest += best.values.tolist()
-        which += best.indices.tolist()
-    return given, which, largest
+    if isinstance(teacher_head, TokenHead):  # the token of the row is the first
+        known = KnownTokens.unpack(theirs[0])
+    else:
+        known = streamed_known(LazyLogits(*theirs, temperatures[1]), sampled_n, CHOICES, CHUNK, vocabulary)
+    probabilities_nK, ids_nK = known.likeliest(CHOICES)
+    return nats_n, of_student, known.logprobs[:, 0].exp().tolist(), ids_nK.tolist(), probabilities_nK.tolist()
 
 
 def _tokens(

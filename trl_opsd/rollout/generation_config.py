@@ -1,11 +1,7 @@
-"""Finds what `generate` takes from elsewhere than the options, and rejects what is not supported.
-
-These are assignments to `trainer.generation_config` after construction, and what the student's own config adds.
-"""
+"""Finds what `generate` takes from elsewhere than the options, and rejects what would fail in a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -14,14 +10,6 @@ from transformers import GenerationConfig
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.options.normalize import FAIL_IN_GENERATE, SAMPLING
 
-IN_GENERATE: Mapping[str, str] = {
-    "eos_token_id": "set `model.generation_config.eos_token_id` before the trainer is built",
-    "pad_token_id": "set `tokenizer.pad_token` before the trainer is built",
-    "num_return_sequences": "a rollout has one completion per prompt",
-    "return_dict_in_generate": "a rollout returns token ids",
-    **{name: f"it {reason}" for name, reason in FAIL_IN_GENERATE.items()},
-}
-"""Changes that `generate` cannot follow here, and why or what to do."""
 _CHANGES_NO_TOKEN = (
     *("transformers_version", "bos_token_id", "decoder_start_token_id", "max_length", "cache_implementation"),
     *("return_dict_in_generate", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores"),
@@ -29,19 +17,6 @@ _CHANGES_NO_TOKEN = (
 )
 """Settings of a checkpoint's generation config that do not change a rollout."""
 logger = get_logger(__name__)
-
-
-def assigned(config: GenerationConfig, bound: GenerationConfig) -> dict[str, Any]:
-    """The values that differ from those at the time of binding, by name."""
-    before = bound.to_dict()
-    return {name: value for name, value in config.to_dict().items() if value != before.get(name)}
-
-
-def check_followed(changes: Mapping[str, Any], unable: Mapping[str, str]) -> None:
-    """Rejects changes, as [`assigned`] finds them, that are in `unable`, which has what to do instead."""
-    for name, value in changes.items():
-        if name in unable:
-            raise ValueError(f"`trainer.generation_config.{name} = {value!r}` is not supported: {unable[name]}.")
 
 
 def warn_of_overridden(model: CausalLM, config: GenerationConfig) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,7 +28,7 @@ from trl_opsd.progress import PHASES
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import KnownTokensOnly, RaggedDecoding, custom_generate, obstacle
 from trl_opsd.rollout.generate import BY_LENGTH, Batching, completions_of, generate, prove_batching
-from trl_opsd.rollout.generation_config import IN_GENERATE, assigned, check_followed, of_model
+from trl_opsd.rollout.generation_config import of_model
 from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.static_caches import StaticCaches
 from trl_opsd.types.rollout import images_of
@@ -50,9 +50,9 @@ class HFRollout(RolloutBackend):
 
     Args:
         compile (`bool` or [`~transformers.CompileConfig`], *optional*, defaults to `False`):
-            Whether decoding runs as a compiled graph on a static cache, on any device; a
-            [`~transformers.CompileConfig`] configures it. Its tokens have been tested on the CPU. It has not been run
-            on a GPU yet, which is why it is off by default.
+            Whether decoding runs as a compiled graph on a static cache, on any device, where the student can be
+            compiled and is not sharded; a [`~transformers.CompileConfig`] configures it. Its tokens have been tested on
+            the CPU. It has not been run on a GPU yet, which is why it is off by default.
 
     Attributes:
         batching ([`~rollout.generate.Batching`]): how this student generates, determined before the first rollout.
@@ -79,26 +79,16 @@ class HFRollout(RolloutBackend):
         """Binds the trainer.
 
         Raises:
-            ValueError: `compile` is set and the student cannot be compiled, or its generation config is not supported.
+            ValueError: The student's generation config is not supported.
         """
         self._trainer, self.batching = trainer, None
         self._warned_of.clear()
         self.of_student = of_model(trainer.model, trainer.generation_config, self.generator)
-        self._check_drawn({})
-        self._bound = copy.deepcopy(trainer.generation_config)  # what is assigned to it later is found by comparison
+        self._bound = trainer.generation_config.to_dict()
+        if trainer.learns_from_draws:
+            check_drawn(self.of_student, trainer.args.temperature, "model.generation_config.{name} = {value!r}")
         self.close()
         self._is_split = not self.has_whole_copies and splits_student(trainer.accelerator)
-        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-        if self._is_collective() and getattr(plugin, "reshard_after_forward", True):
-            logger.warning(
-                "`generate` under FSDP2, or ZeRO-3 with `ds3_gather_for_generation=False`, gathers all weights of the "
-                "student for each token: `use_vllm=True` is much faster except for small models."
-            )
-        if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
-            raise ValueError(
-                f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, because {reason}: remove "
-                "`compile`."
-            )
 
     def close(self) -> None:
         self._caches.clear()
@@ -124,26 +114,14 @@ class HFRollout(RolloutBackend):
 
     # ---- Options of this rollout, which may be assigned to `trainer.generation_config` between two ----------------
 
-    def _check_drawn(self, changes: Mapping[str, Any]) -> None:
-        """Rejects options that change which tokens are sampled, where the loss needs the student's own samples."""
-        if self._trainer.learns_from_draws:
-            temperature = self._trainer.args.temperature
-            check_drawn(self.of_student, temperature, "model.generation_config.{name} = {value!r}")
-            check_drawn(changes, temperature, "trainer.generation_config.{name} = {value!r}")
-
     def _max_new_tokens(self, prompt_ids: list[list[int]]) -> list[int]:
-        """Maximum tokens of each completion."""
-        changes = assigned(self._trainer.generation_config, self._bound)
-        check_followed(changes, IN_GENERATE)
-        self._check_drawn(changes)
-        limits = self._trainer.limits
+        """Maximum tokens of each completion; an assigned option may lower it."""
+        config, limits = self._trainer.generation_config, self._trainer.limits
+        changes = {name: value for name, value in config.to_dict().items() if value != self._bound.get(name)}
+        if self._trainer.learns_from_draws:
+            check_drawn(changes, self._trainer.args.temperature, "trainer.generation_config.{name} = {value!r}")
         most = changes.get("max_new_tokens", limits.completion)
-        if not isinstance(most, int) or not 1 <= most <= limits.completion:
-            raise ValueError(
-                f"`trainer.generation_config.max_new_tokens = {most!r}`: expected an integer from 1 to "
-                f"`max_completion_length={limits.completion}`; raise that in `OPSDConfig`."
-            )
-        return [min(limits.room(len(ids)), most) for ids in prompt_ids]
+        return [min(limits.room(len(ids)), most, limits.completion) for ids in prompt_ids]
 
     def _sampling(self) -> GenerationConfig:
         """The sampling options: in an evaluation with `eval_temperature`, if set."""
@@ -210,7 +188,9 @@ class HFRollout(RolloutBackend):
         inputs, loop = self._padded(prompt_ids, batching, student), None
         config.max_new_tokens = max(*max_new_tokens, 1)
         if reason:
-            self._warn_of_plain(reason)
+            if reason not in self._warned_of:
+                logger.warning(f"Completions of {self.generator} use plain `generate`, until all rows end: {reason}.")
+            self._warned_of.add(reason)
             if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):
                 config.cache_implementation = "dynamic"  # a static one has one dtype, autocast gives two
         else:
@@ -222,7 +202,7 @@ class HFRollout(RolloutBackend):
                 lazily=lazily,
                 generator=self.generator,
             )
-            if self._compile:
+            if self._compile and not self._is_split and student._can_compile_fullgraph:
                 self._set_up_compilation(config, inputs["input_ids"].size(1))
         known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
         # Between two rows of a lazy iterator others use the student, which needs its own weights then.
@@ -254,15 +234,6 @@ class HFRollout(RolloutBackend):
         starts = [ids_BP.size(1) - len(ids) for ids in prompt_ids]
         images = together(images_of(prompt_ids), starts, ids_BP.size(1), ids_BP.device)
         return {**inputs, **seen(images, taken, ids_BP.device)}
-
-    def _warn_of_plain(self, reason: str) -> None:
-        """Warns once per reason that the decoding loop is not used."""
-        if reason not in self._warned_of:
-            self._warned_of.add(reason)
-            logger.warning(
-                f"Completions of {self.generator} use plain `generate`, whose batch runs until its longest row "
-                f"ends: {reason}."
-            )
 
     # ---- What the student is like ---------------------------------------------------------------------------------
 
@@ -298,17 +269,6 @@ class HFRollout(RolloutBackend):
         accelerator = self._trainer.accelerator
         return int(accelerator.gather(torch.tensor([here], device=accelerator.device)).max())
 
-    def _why_not_compiled(self, model: CausalLM, cache_implementation: str | None) -> str | None:
-        if self._is_split:
-            return "the student is split over devices"
-        if reason := custom_generate(model):
-            return reason
-        if not model._can_compile_fullgraph:
-            return f"{type(model).__name__} does not support it"
-        if cache_implementation not in (None, "static"):
-            return f"`cache_implementation={cache_implementation!r}` is not static"
-        return None
-
     def _set_up_compilation(self, config: GenerationConfig, prompt_tokens: int) -> None:
         """Makes `transformers` compile the step: TRL disables it, and `generate` needs a static cache for it."""
         config.disable_compile = False
@@ -338,44 +298,32 @@ class _TokenProgress(StoppingCriteria):
         return torch.zeros(input_ids.size(0), dtype=torch.bool, device=input_ids.device)
 
 
-def _with_own_modes(rows: Rows, device_type: str) -> Rows:
+def _with_own_modes(rows: Rows, kind: str) -> Rows:
     """Rows of a generator that yields inside of `no_grad` and `autocast`, which must not apply to who takes them."""
-    own = _modes(device_type)
 
-    @contextmanager
-    def inside() -> Iterator[None]:
-        nonlocal own
-        outer = _modes(device_type)
-        _set_modes(device_type, *own)
-        try:
-            yield
-        finally:
-            own = _modes(device_type)
-            _set_modes(device_type, *outer)
+    def swap(modes: Sequence[Any] = ()) -> Sequence[Any]:
+        """Sets these modes, and returns those before."""
+        on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        before = torch.is_grad_enabled(), on, dtype, torch.is_autocast_cache_enabled()
+        if modes:
+            torch.set_grad_enabled(modes[0])
+            torch.set_autocast_enabled(kind, modes[1])
+            torch.set_autocast_dtype(kind, modes[2])
+            torch.set_autocast_cache_enabled(modes[3])
+        return before
 
+    own = swap()
     try:
         while True:
-            with inside():
+            outer = swap(own)
+            try:
                 row = next(rows, None)
+            finally:
+                own = swap(outer)
             if row is None:
                 return
             yield row
     finally:
-        with inside():
-            rows.close()
-
-
-def _modes(device_type: str) -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-def _set_modes(device_type: str, gradients: bool, autocast: bool, dtype: torch.dtype, cache: bool) -> None:
-    torch.set_grad_enabled(gradients)
-    torch.set_autocast_enabled(device_type, autocast)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(cache)
+        outer = swap(own)
+        rows.close()
+        swap(outer)

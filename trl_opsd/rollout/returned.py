@@ -21,8 +21,8 @@ def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], 
     """One completion for each prompt, validated against the limits and cut after its first end token."""
     completions = [cut_after_end(ids, host.eos_token_ids) for ids in rows_of(returned, len(prompt_ids), name)]
     limits = host.limits
-    for prompt, completion in zip(prompt_ids, completions, strict=True):
-        limits.check_completion(prompt, completion, name)
+    for completion in completions:
+        limits.check_completion(completion, name)
     return completions
 
 
@@ -44,7 +44,7 @@ def _checked(
                 raise ValueError(f"{name} yielded row {row} {again}: expected each row once, starting from 0.")
             del missing[row]
             completion = cut_after_end(_row_of(ids, f"{name} yielded for prompt {row}"), host.eos_token_ids)
-            host.limits.check_completion(prompt_ids[row], completion, name)
+            host.limits.check_completion(completion, name)
             yield row, completion
     finally:
         # Also where the trainer stops in the middle: what is still generated would be for nothing.

@@ -21,7 +21,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, Response, Schema, ServerKind, TokenId, shown
 from trl_opsd.http.urls import ROLLOUT_TOKEN, url_of
-from trl_opsd.rollout.generation_client import Facts, GenerationClient
+from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.weight_sync import Layers, as_saved_by_peft, buckets
 from trl_opsd.types import Completion
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -21,8 +20,10 @@ from trl_opsd.models.backbone import preserved_mode, seen, together
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.base import Engine
 from trl_opsd.rollout.host import Host
-from trl_opsd.types import Completion
 from trl_opsd.types.rollout import PromptIds, images_of
+
+Scores: TypeAlias = tuple[Tensor, Tensor]
+"""The engine's log-probabilities: of a whole row without its first token, and of the end of the second row."""
 
 WRITTEN = 16
 """Tokens the engine generates after the probe."""
@@ -40,28 +41,13 @@ AVERAGE = 3
 model is confident, one rounding step can be nats."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Differences between the log-probabilities of engine and student."""
-
-    largest: float
-    """The largest over all tokens, in nats."""
-    average: float
-    """The average of the row where it is larger, in nats."""
-    excess: float
-    """The difference relative to what rounding explains: more than 1 is a fault."""
-
-
 class SyncProof:
-    """Compares engine and student on the prompts of the first rollout and on what the engine generates after them.
+    """Compares engine and student on the prompts of the first rollout and on what the engine generates. Collective.
 
-    All methods are collective.
-
-    The probe is text, because on arbitrary ids rounding alone changes log-probabilities by nats. Before there are
-    prompts, the engine generates the text itself. The probe is sent twice. The first time the engine also scores it,
-    which it can only do without its prefix cache; the second time it may use the cache, and as the probe is longer than
-    a block, a stale cache is detected. `dtype` is that of both, or the less precise; `with_adapter` enables a diagnosis
-    of its own. With `sees`, it also compares a prompt with an image, by the text after the image.
+    The probe is text, because on arbitrary ids rounding alone changes log-probabilities by nats; before there are
+    prompts, the engine generates it. It is sent twice: scored, which an engine can only do without its prefix cache,
+    and with the cache, which has a block of it. `dtype` is that of both, or the less precise; with `sees`, the text
+    after an image is compared, too.
     """
 
     def __init__(
@@ -92,63 +78,56 @@ class SyncProof:
         """The largest log-probability difference in nats over all processes; an error if rounding cannot explain it."""
         ids_RL, scores = self._engine_scores()
         own_RL, scale = self._student(ids_RL)
-        of_text = gap = self._gap(scores, own_RL, scale)
-        if self._sees:
-            pairs = zip(astuple(of_text), astuple(self._gap_after_image()), strict=True)
-            gap = Gap(*(float(torch.tensor(pair).max()) for pair in pairs))  # unlike `max`, it keeps NaN
-        worst = self._trainer.accelerator.gather(
-            torch.tensor([gap.largest, gap.excess], device=self._trainer.accelerator.device)
-        ).view(-1, 2)
-        if not worst[:, 1].max() <= 1:  # not `> 1`: NaN has to fail, too
+        gaps = [self._gap(scores, own_RL, scale), *([self._gap_after_image()] if self._sees else [])]
+        # Of text, and after an image; unlike Python's `max`, torch's keeps NaN.
+        worst_G2 = self._trainer.accelerator.gather(torch.tensor([gaps], device=ids_RL.device)).amax(0)
+        largest, excess = worst_G2.amax(0).tolist()
+        if not excess <= 1:  # not `> 1`: NaN has to fail, too
             # All processes get here together, as the forward of a sharded student is collective.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
-            diagnosis = "Likely the vision tower: text agrees, images do not."
-            if not of_text.excess <= 1 or gap.excess <= 1:
-                diagnosis = self._diagnosis(scores, own_RL, bare_RL, scale)
+            cause = "the vision tower: text agrees, images do not"
+            if not worst_G2[0, 1] <= 1:
+                cause = self._cause(scores, own_RL, bare_RL, scale)
             raise SyncError(
-                f"After a weight sync {self._engine.name} and the student disagree by {gap.average:.3g} nats on the "
-                f"average log-probability: {worst[:, 1].max():.3g} times what rounding in "
-                f"{str(self._dtype).removeprefix('torch.')} explains. "
-                f"{diagnosis} No rollout was generated with these weights. Set "
-                "`use_vllm=False` and no `sglang_server_url` to continue without an engine."
+                f"After a weight sync {self._engine.name} and the student disagree by {excess:.3g} times what "
+                f"rounding in {str(self._dtype).removeprefix('torch.')} explains. Likely {cause}."
             )
         self._last_scores_L = scores[0]
-        return float(worst[:, 0].max())
+        return float(largest)
 
     def record_scores(self) -> None:
         """Records the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
         self._last_scores_L = self._engine_scores()[1][0]
 
-    def _gap_after_image(self) -> Gap:
+    def _gap_after_image(self) -> tuple[float, float]:
         """The difference in the text after an image, as states of the image itself were never trained to predict."""
-        prompt, limits = self._trainer.probe_prompts()[0], self._trainer.limits
-        if limits.context is not None and len(prompt) + WRITTEN > limits.context:
-            raise ValueError(
-                f"The prompt with an image that verifies a weight sync needs {len(prompt) + WRITTEN} tokens, but the "
-                f"context has {limits.context}: raise `vllm_max_model_length`, or set `vllm_sync_check='never'`."
-            )
+        prompt = self._trainer.probe_prompts()[0]
         ids_RL, (scored, cached) = self._engine_scores(prompt)
         own_RL, scale = self._student(ids_RL, prompt)
         after = 1 + max(place for place, one in enumerate(prompt) if one in self._trainer.placeholders)
         return self._gap((scored[after:], cached), own_RL[:, after:], scale)
 
-    def _engine_scores(self, prompt: PromptIds | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The token ids [2, L + T] and the engine's log-probabilities: the whole first row, the end of the second."""
+    def _engine_scores(self, prompt: PromptIds | None = None) -> tuple[Tensor, Scores]:
+        """The token ids of both rows, [2, L + T], and the engine's log-probabilities."""
         probe = prompt or self._probe_ids or [0]
         length = WRITTEN if prompt or self._probe_ids else self._length
         sampled = {"max_tokens": length, "ignore_eos": True, "seed": 0, "logprobs": 0}
         rows = self._engine.write([probe] * 2, [{**sampled, "prompt_logprobs": 0}, {**sampled, "seed": 1}])
-        _check_answer(self._engine.name, rows, probe, length)
+        found = [(row.prompt_ids == probe, len(row.completion_ids), len(row.logprobs)) for row in rows]
+        if found != [(True, length, length)] * 2 or len(rows[0].prompt_logprobs) != len(probe) - 1:
+            raise SyncError(
+                f"{self._engine.name} did not return {length} tokens after a prompt of {len(probe)} with the "
+                "log-probabilities of all: `write` must honour the options of `Engine.write`."
+            )
         ids_RL = torch.tensor([row.prompt_ids + row.completion_ids for row in rows])
         scored = torch.tensor(rows[0].prompt_logprobs + rows[0].logprobs)
-        return ids_RL, (scored, torch.tensor(rows[1].logprobs))
+        return ids_RL.to(self._trainer.accelerator.device), (scored, torch.tensor(rows[1].logprobs))
 
     def _student(
         self, ids_RL: Tensor, prompt: PromptIds | None = None, without_adapter: bool = False
     ) -> tuple[Tensor, float]:
         """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the RMS of its logits."""
         trainer = self._trainer
-        ids_RL = ids_RL.to(trainer.accelerator.device)
         images = together(images_of([prompt] * len(ids_RL)), [0] * len(ids_RL), ids_RL.size(1))
 
         def logits(student: Any) -> Tensor:
@@ -167,61 +146,29 @@ class SyncProof:
         chosen_RL = logits_RLV.gather(-1, ids_RL[:, 1:, None])[..., 0] - logits_RLV.logsumexp(-1)
         return chosen_RL.cpu(), float(torch.linalg.vector_norm(logits_RLV)) / logits_RLV.numel() ** 0.5
 
-    def _gap(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, scale: float, relative: float | None = None) -> Gap:
+    def _gap(self, scores: Scores, own_RL: Tensor, scale: float) -> tuple[float, float]:
+        """The largest difference in nats, and the difference relative to what rounding explains."""
         scored, cached = scores
-        rounding = (relative or RELATIVE[self._dtype]) * max(scale, 1e-6)
         rows = [(scored - own_RL[0]).abs(), (cached - own_RL[1, -cached.numel() :]).abs()]
         # The median separates rounding from faults; the largest difference does not, in bfloat16.
-        averages = torch.stack([row.mean() for row in rows])
-        medians = torch.stack([row.median() for row in rows])
-        return Gap(
-            largest=float(torch.cat(rows).max()),
-            average=float(averages.max()),
-            excess=float(torch.cat([averages / AVERAGE, medians]).max()) / rounding,
-        )
+        excess = torch.stack([one for row in rows for one in (row.mean() / AVERAGE, row.median())]).max()
+        return float(torch.cat(rows).max()), float(excess) / (RELATIVE[self._dtype] * max(scale, 1e-6))
 
-    def _diagnosis(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
+    def _cause(self, scores: Scores, own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
         """A likely cause; `bare_RL` are the student's log-probabilities without its adapter."""
-        engine = self._engine.name
-        if bare_RL is not None and self._gap(scores, bare_RL, scale).excess <= 1:
-            return f"Likely a missing adapter: {engine} agrees with the student without its adapter."
-        scored, cached = scores
+        engine, (scored, cached), last_L = self._engine.name, scores, self._last_scores_L
+        if bare_RL is not None and self._gap(scores, bare_RL, scale)[1] <= 1:
+            return f"a missing adapter: {engine} agrees with the student without its adapter"
         prompt = len(self._probe_ids or [0]) - 1
-        if self._is_unchanged(scored[:prompt], self._gap(scores, own_RL, scale).largest):
-            return (
-                f"Likely stale weights: the log-probabilities of {engine} are the same as before the sync, so the "
-                "weights did not arrive."
-            )
+        largest, _ = self._gap(scores, own_RL, scale)
+        if last_L is not None and prompt and (scored - last_L)[:prompt].abs().max() <= largest / 10:
+            return f"stale weights: the log-probabilities of {engine} are those from before the sync"
         # What follows the prompt may be generated with the cached keys of the same prompt.
         uncached = torch.cat([scored[:prompt], own_RL[0, prompt:]])
-        if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
-            return f"Likely a stale prefix cache: {engine} agrees with the student when it cannot use its cache."
-        if self._gap(scores, own_RL, scale, RELATIVE[torch.bfloat16]).excess <= 1:
-            return "Likely a dtype: a lower precision than the student's would explain the difference."
-        if self._trainer.model.config.get_text_config().tie_word_embeddings:
-            return (
-                "Likely a tied head: only some new weights arrived, and the student's head is tied to the embedding, "
-                f"which {engine} stores twice."
-            )
-        return f"Only some new weights arrived, or their names do not match {engine}'s for this architecture."
-
-    def _is_unchanged(self, scored_L: Tensor, gap: float) -> bool:
-        """Whether the engine's log-probabilities of the probe are those from before the sync."""
-        if self._last_scores_L is None or not len(scored_L):
-            return False
-        return float((scored_L - self._last_scores_L[: len(scored_L)]).abs().max()) <= gap / 10
-
-
-def _check_answer(engine: str, rows: list[Completion], probe: list[int], length: int) -> None:
-    """Rejects an answer that cannot be compared: a user's engine may lack what `Engine.write` requires."""
-    found = [(row.prompt_ids, len(row.completion_ids), len(row.logprobs)) for row in rows]
-    scored = len(rows[0].prompt_logprobs) if rows else 0
-    if found != [(probe, length, length)] * 2 or scored != len(probe) - 1:
-        lengths = [(len(prompt), written, logprobs) for prompt, written, logprobs in found]
-        raise SyncError(
-            f"{engine} returned for a probe of {len(probe)} tokens {lengths} (prompt tokens, generated tokens, their "
-            f"log-probabilities) and {scored} log-probabilities of the prompt: expected "
-            f"{[(len(probe), length, length)] * 2} and {len(probe) - 1}, of the same prompt. Its `write` must honour "
-            "`max_tokens`, `ignore_eos`, `logprobs` and `prompt_logprobs`; `vllm_sync_check='never'` disables the "
-            "check."
-        )
+        if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale)[1] <= 1:
+            return f"a stale prefix cache: {engine} agrees with the student where it cannot use its cache"
+        if self._gap((scored, cached), own_RL, scale)[1] <= RELATIVE[torch.bfloat16] / RELATIVE[self._dtype]:
+            return "a dtype: a lower precision than the student's would explain the difference"
+        tied = self._trainer.model.config.get_text_config().tie_word_embeddings
+        head = f"a tied head, which {engine} stores twice" if tied else f"names that {engine} does not know"
+        return f"{head}: only some new weights arrived"

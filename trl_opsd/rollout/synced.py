@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,6 @@ from trl_opsd._compat.sharding import in_zero3, local, trained_parameters
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import Engine, RolloutBackend
-from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
@@ -77,7 +75,6 @@ class SyncedRollout(RolloutBackend, Generic[E]):
                 The less precise of those that engine and student compute in.
         """
         self.trainer, self.engine, self._sampling = trainer, engine, sampling
-        self._bound = copy.deepcopy(trainer.generation_config)
         self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model), self.sees)
         self._sent, self._proved, self._has_weights = None, False, True
 
@@ -131,9 +128,6 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
         """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
-        changes = assigned(self.trainer.generation_config, self._bound)
-        # An engine reads none of `trainer.generation_config`, so every change would be ignored.
-        check_followed(changes, dict.fromkeys(changes, "an engine uses the options of `OPSDConfig`; set it there"))
         self.wake("weights")
         self._proof.take_prompts(prompt_ids)
         if self._has_changed():

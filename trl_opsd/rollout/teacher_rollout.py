@@ -71,16 +71,11 @@ class TeacherRollout:
         self._rollout.bind(self._host)
         self._rollout.prove()  # now: under DeepSpeed all processes must take part
         if not is_student:
-            self._warn_of_differences(host, teacher.model)
+            self._warn_of_ends(host, teacher.model)
 
-    def _warn_of_differences(self, host: Host, model: CausalLM) -> None:
-        """Warns of what the teacher's own generation config changes in its completions, or in where these end."""
+    def _warn_of_ends(self, host: Host, model: CausalLM) -> None:
+        """Warns where the teacher's own generation config ends completions elsewhere."""
         reader = self._host.limits.reader
-        if own := self._rollout.of_student:
-            logger.warning(
-                f"`seq_kd=True`: {reader} generates with {own} from its own generation config, unlike the student; if "
-                "this is not intended, set these to None in its `model.generation_config`."
-            )
         ends = model.generation_config.eos_token_id
         theirs = {ends} if isinstance(ends, int) else set(ends or ())
         if others := sorted(theirs - set(self._host.eos_token_ids)):

@@ -26,7 +26,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
 from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine, url_of
-from trl_opsd.rollout.generation_client import Facts, GenerationClient
+from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft
 from trl_opsd.types import Completion

@@ -24,7 +24,6 @@ class Adapted(Placement):
     def __init__(self, shared: Placement, name: str, path: str, owners: str) -> None:
         self.model, self.device, self.adapter = shared.model, shared.device, path
         self.is_whole, self.passes_are_costly = shared.is_whole, shared.passes_are_costly
-        self.in_host_memory = shared.in_host_memory
         self._shared, self._name, self._owners = shared, name, owners
         with self.model.disable_adapter():
             of_base = OutputHead.of(self.model).weight

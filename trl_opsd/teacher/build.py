@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
@@ -30,7 +30,7 @@ from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
-from trl_opsd.teacher.prefix import PrefixMemory, SharedPrefixes
+from trl_opsd.teacher.prefix import SharedPrefix
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types.known import TokenHead
@@ -45,7 +45,7 @@ _PLACEMENTS: dict[str, Callable[..., Placement]] = {
 
 
 def build_teacher(
-    teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = True, memory: PrefixMemory | None = None
+    teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = True, prefix_bytes: float = 0
 ) -> Teacher:
     """A frozen teacher from a path or a model, placed as `args.teacher_offload` says; a [`Teacher`] stays as it is.
 
@@ -66,7 +66,7 @@ def build_teacher(
             "The teacher was sharded by the student's ZeRO-3 config when it was loaded: pass its path, so that "
             "`teacher_offload` decides, or load it before the config is built."
         )
-    return _frozen(_placed(teacher_model, args, is_only), args, memory)
+    return _frozen(_placed(teacher_model, args, is_only), args, prefix_bytes)
 
 
 def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
@@ -127,7 +127,7 @@ def build_teachers(
         need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
         checked = Origin(student, handed_in, need)
     urls = servers(args)
-    memory = PrefixMemory(args.teacher_prefix_cache_gb * 1e9) if args.teacher_prefix_cache_gb else None
+    prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
     placements, unchanged = _placed_adapters(adapters, student, args, is_only)
@@ -135,19 +135,19 @@ def build_teachers(
     average: Average | None = None
     for name, model in models.items():
         if model is None:
-            teachers[name], average = _build_own(student, run, policy, args, memory)
+            teachers[name], average = _build_own(student, run, policy, args, prefix_bytes)
         elif name in urls:
             teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
         elif name in placements:
-            teachers[name] = _frozen(placements[name], args, memory)
+            teachers[name] = _frozen(placements[name], args, prefix_bytes)
         else:
-            teachers[name] = build_teacher(model, args, is_only, memory)
+            teachers[name] = build_teacher(model, args, is_only, prefix_bytes)
     if wrap is not None:
         teachers = {name: wrap(name, one) for name, one in teachers.items()}
     origin: Teacher | None = None
     if "origin" in reads:
         own = next((one for one in teachers.values() if is_base), None)
-        origin = own or _build_base(student, run, policy, args, memory)
+        origin = own or _build_base(student, run, policy, args, prefix_bytes)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
     _check_whole(teachers, args, divergence, needs_whole)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
@@ -195,7 +195,7 @@ def _placed_adapters(
 
 
 def _build_own(
-    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, memory: PrefixMemory | None
+    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, prefix_bytes: float
 ) -> tuple[Teacher, Average | None]:
     """The student in another state as its teacher (`args.teacher_model_kind`), and its moving average if any."""
     kind = args.teacher_model_kind
@@ -205,7 +205,7 @@ def _build_own(
             "the student teaches with its own weights. Set `teacher_offload='none'`."
         )
     if kind == "base":
-        return _build_base(student, run, policy, args, memory), None
+        return _build_base(student, run, policy, args, prefix_bytes), None
     own = _own(student, run, policy, args)
     if kind == "live":
         return own(nullcontext), None
@@ -232,13 +232,13 @@ def _build_own(
 
 
 def _build_base(
-    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, memory: PrefixMemory | None
+    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, prefix_bytes: float
 ) -> Teacher:
     """The student as it was passed: without its adapter and not quantised, or a copy."""
     if is_peft(student):
-        prefixes = None if memory is None else SharedPrefixes(student, memory, args.device, args.device)
-        return _own(student, run, policy, args)(partial(_as_passed, student), prefixes=prefixes)
-    teacher = _copied(student, args, memory)
+        prefix = SharedPrefix(student, prefix_bytes, args.device) if prefix_bytes else None
+        return _own(student, run, policy, args)(partial(_as_passed, student), prefix=prefix)
+    teacher = _copied(student, args, prefix_bytes)
     restore(teacher.model)
     return teacher
 
@@ -254,10 +254,10 @@ def _own(student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: O
     return partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
 
 
-def _copied(student: CausalLM, args: OPSDConfig, memory: PrefixMemory | None = None) -> FrozenTeacher:
+def _copied(student: CausalLM, args: OPSDConfig, prefix_bytes: float = 0) -> FrozenTeacher:
     copied = whole_copy(student)
     broadcast_from_first(copied.state_dict(), args.device)
-    return _frozen(_placed(copied, args, is_only=True), args, memory)
+    return _frozen(_placed(copied, args, is_only=True), args, prefix_bytes)
 
 
 def _progress(args: OPSDConfig) -> bool:
@@ -270,14 +270,14 @@ def _placed(model: CausalLM, args: OPSDConfig, is_only: bool) -> Placement:
     return _PLACEMENTS[args.teacher_offload](model, args.device, **of_head)
 
 
-def _frozen(placement: Placement, args: OPSDConfig, memory: PrefixMemory | None) -> FrozenTeacher:
+def _frozen(placement: Placement, args: OPSDConfig, prefix_bytes: float) -> FrozenTeacher:
     return FrozenTeacher(
         placement,
         cache_device=args.teacher_cache_device,
         progress=_progress(args),
         padding_free=args.padding_free,
         pad_to_multiple_of=args.pad_to_multiple_of,
-        prefix_memory=memory,
+        prefix_bytes=prefix_bytes,
     )
 
 
@@ -291,42 +291,19 @@ def served(
 ) -> Teacher:
     """A teacher behind a server, which all processes have found to be the same."""
     # These need aiohttp, which may be absent where no server is used.
-    from trl_opsd.teacher.known import KnownTeacher, chosen_targets
-    from trl_opsd.teacher.served import ServedTeacher
-    from trl_opsd.teacher.token_servers import TokenServer
+    from trl_opsd.teacher.served import ServedTeacher, answers_of, chosen_targets
+    from trl_opsd.teacher.servers import TeacherServer
 
-    seconds, place = (deadline(args), args.teacher_server_timeout), location(args)
-    keeping = args.teacher_cache_device, _progress(args)
-    teacher: ServedTeacher | KnownTeacher
+    server, place = TeacherServer(url, deadline(args), args.teacher_server_timeout), location(args)
     targets: str | None = args.teacher_server_targets
     if targets != "states":
-        server = TokenServer(url, *seconds, tokenizer)
-        targets = targets or chosen_targets(server.limits.keys(), divergence)
-    if targets == "states":
-        teacher = ServedTeacher(path, url, args.device, *seconds, place, *keeping)
-    else:
-        vocabulary = model_shape(student)[0]
-        teacher = KnownTeacher(
-            path, server, targets, args.teacher_server_top_k, args.device, vocabulary, place, *keeping
-        )
-    teacher.compare_processes()
-    _check_identity(teacher, path, args)
+        server.look(tokenizer)
+        targets = targets or chosen_targets(server.limits, divergence)
+    of_student = model_shape(student)[0]
+    answers = answers_of(server, targets, path, place, args.device, of_student, args.teacher_server_top_k)
+    teacher = ServedTeacher(path, server, answers, args.teacher_cache_device, _progress(args))
+    teacher.check_predictions(place)
     return teacher
-
-
-def _check_identity(teacher: Any, path: str, args: OPSDConfig) -> None:
-    """Refuses a server of another model than a small checkpoint in a folder here, which is run once. Collective."""
-    from trl_opsd.teacher.checkpoint_head import predictions_of
-    from trl_opsd.teacher.servers import MOST_APART
-
-    apart = [0.0]
-    if args.process_index == 0 and (logs_LV := predictions_of(path, location(args), teacher.probe_row)) is not None:
-        apart = [teacher.told_apart(logs_LV)]
-    if max(apart := gather_object(apart)) > MOST_APART:
-        raise ValueError(
-            f"The teacher's server is {max(apart):.2g} nats apart from the checkpoint {path!r} for the same tokens: "
-            "they serve another model or revision, such as a fine-tune of it: name the checkpoint that they serve."
-        )
 
 
 def _loaded(path: str, args: OPSDConfig, place: Mapping[str, Any], in_host_memory: bool = False) -> PreTrainedModel:

@@ -1,22 +1,21 @@
-"""Reads the output head and the final norm of a checkpoint, for a teacher behind a server.
+"""Reads the output head of a checkpoint, and runs it once, for a teacher behind a server.
 
-N tokens · V vocabulary size · H hidden width
+L tokens of a row · V vocabulary size · H hidden width
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -24,101 +23,19 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.http.client import warn_in_main
-from trl_opsd.models.backbone import backbone_of, hidden_states
+from trl_opsd.models.backbone import backbone_of
 from trl_opsd.models.checks import place_of
 from trl_opsd.models.probes import HEAD, Probed
 from trl_opsd.models.weights import as_saved
 from trl_opsd.teacher.offloaded import layer_list
 from trl_opsd.types import OutputHead
 
-_LARGE = 1e3
-"""Size of inputs that makes a norm's epsilon negligible."""
-_AT_ONCE = 1 << 15
-"""Numbers of a block: they fit a CPU cache, and torch starts no threads for so few."""
-_EXACT = 1e-3
-"""Tolerance of the root mean square of a float32 norm's normalised input, which is 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinalNorm:
-    """A norm's affine map: it returns `unit * scale + bias`, where `unit` has a mean square of 1."""
-
-    scale: Tensor
-    """[H], float32 in host memory."""
-    bias: Tensor
-    """[H], likewise; 0 without one."""
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, module: nn.Module, width: int) -> FinalNorm | None:
-        """Measures the map of a module from [N, H] to [N, H], whatever its weight means; `None` if it is no norm."""
-        # The module has float32 weights in host memory.
-        signs_H = torch.ones(width)
-        signs_H[1::2] = -1  # mean 0, so that subtracting the mean changes nothing
-        if width % 2:
-            signs_H[-1] = 0
-        one_H, other_H = module(_LARGE * torch.stack([signs_H, -signs_H]))
-        # An affine map after a normalisation: opposite inputs give bias plus and minus scale.
-        scale_H, bias_H = (one_H - other_H) / 2 * signs_H, (one_H + other_H) / 2
-        if width % 2:
-            scale_H[-1] = 0
-        found = cls(scale_H * (signs_H.square().mean().sqrt()), bias_H)
-        # A norm maps any input to unit mean square; another module does not.
-        probe_NH = _LARGE * torch.randn(4, width, generator=torch.Generator().manual_seed(0))
-        return found if ((found.rms(module(probe_NH)) - 1).abs() < _EXACT + 2 / width * (width % 2)).all() else None
-
-    def rms(self, states_NH: Tensor) -> Tensor:
-        """[N], the root mean square of the map's input: 1 for states of this norm, up to rounding."""
-        # Channels with a scale of 0 add 0, but NaN if they are not finite, so that each number counts.
-        read_H, width = self.scale != 0, len(self.scale)
-        inverse_H = (1 / self.scale).masked_fill_(~read_H, 0.0)
-        rows = max(1, _AT_ONCE // width)
-        found = []
-        for states_RH in states_NH.split(rows):
-            units_RH = states_RH.to(torch.float32, copy=True).sub_(self.bias).mul_(inverse_H)
-            found.append(torch.linalg.vector_norm(units_RH, dim=-1))
-        return torch.cat(found) / read_H.sum().sqrt()
-
-
-def find_last_norm(model: CausalLM) -> str | None:
-    """The name of the module whose output is the last hidden state; `None` if none is, or it cannot be seen."""
-    # The model is on the meta device, where layers may need values: they are replaced by ones that copy their input.
-    layers = layer_list(model)
-    last: dict[StorageWeakRef, str] = {}
-
-    def note(name: str, found: Any) -> None:
-        if isinstance(found, Tensor):
-            last[_memory(found)] = name
-
-    inside = {id(module) for module in layers.modules()}
-    for name, module in model.named_modules():
-        if id(module) not in inside:
-            module.register_forward_hook(lambda module, _, found, name=name: note(name, found))
-    for wrap in (lambda hidden: hidden, lambda hidden: (hidden,)):  # some families' layers return tuples
-        for layer in layers:
-            layer.forward = lambda *given, wrap=wrap, **named: wrap(next(iter((*given, *named.values()))).clone())
-        last.clear()
-        try:
-            # transformers knows fake tensors, but asks plain meta tensors for values.
-            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-                ids_BL = torch.zeros(1, 4, dtype=torch.long, device="meta")
-                return last.get(_memory(hidden_states(model, ids_BL, torch.ones_like(ids_BL))))
-        except Exception:  # a family that needs values
-            continue
-    return None
-
-
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    """Identifies the storage that a tensor shares with its views."""
-    return StorageWeakRef(tensor.untyped_storage())
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that need no scale to be understood."""
 
 
 class CheckpointHead:
-    """The head and the final norm of a causal language model that is not loaded."""
+    """The head of a causal language model that is not loaded."""
 
     def __init__(self, path: str, options: Mapping[str, Any] | None = None) -> None:
         # `options` are such as `revision`. Of a sharded checkpoint on the Hub only the index and the files with these
@@ -131,7 +48,6 @@ class CheckpointHead:
         with loading(None), torch.device("meta"):
             self._model: CausalLM = AutoModelForCausalLM.from_config(self.config, trust_remote_code=trust).eval()
         self.vocabulary, self.width = OutputHead.of(self._model).weight.shape
-        self.norm = self._read_norm()  # None if the model ends with no known norm
         self.dtype = self._read(OutputHead.of(self._model).weight).dtype  # as stored
 
     def head(self, dtype: torch.dtype, device: torch.device) -> OutputHead:
@@ -145,16 +61,6 @@ class CheckpointHead:
         found = OutputHead.of(self._model)
         bias = None if found.bias is None else found.bias.detach()
         return replace(found, weight=found.weight.detach(), bias=bias)
-
-    def _read_norm(self) -> FinalNorm | None:
-        name = find_last_norm(self._model)
-        if name is None:
-            return None
-        module = self._model.get_submodule(name)
-        weights = {part: self._read(parameter).float() for part, parameter in module.named_parameters()}
-        # Run in float32 on the CPU to measure its map: norms differ in what their weight means (Gemma adds 1).
-        module.to(torch.float32).to_empty(device="cpu").load_state_dict(weights)
-        return FinalNorm.of(module, self.width)
 
     def _read(self, parameter: Tensor) -> Tensor:
         """The value of a parameter, under any of the names that it may have in a checkpoint."""
@@ -174,27 +80,29 @@ class CheckpointHead:
         return found
 
 
-_READ_WHOLE = 2_000_000_000
-"""Bytes of a checkpoint that is small enough to be run here once, on a few tokens."""
+_IN_MEMORY = 8_000_000_000
+"""Bytes of a checkpoint that are kept in memory while it is run; of a larger one, layers are read as they are used."""
 
 
 @torch.no_grad()
-def predictions_of(path: str, options: Mapping[str, Any], ids: list[int]) -> Tensor | None:
-    """[L - 1, V], log-probabilities of the tokens after the first of a row, by a small checkpoint in a folder here.
+def predictions_of(path: str, options: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> Tensor | None:
+    """[B, L, V], log-probabilities after each token of B rows of L, by the checkpoint, which is run once on the CPU.
 
-    `None` where it is elsewhere, large, or does not run here, as a quantised one may not.
+    `None`, with a warning, where it is not on this machine or does not run here, as a quantised one may not.
     """
-    files = [*Path(path).glob("*.safetensors")] if Path(path).is_dir() else []
-    if not 0 < sum(file.stat().st_size for file in files) <= _READ_WHOLE:
-        return None
+    given = {"dtype": "auto", "use_safetensors": True, **options, "local_files_only": True}
     try:
-        with loading(None):
-            model: CausalLM = AutoModelForCausalLM.from_pretrained(path, **{"dtype": "auto", **options}).eval()
-        logits_LV: Tensor = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        with loading(None), TemporaryDirectory() as folder:
+            given |= {"device_map": "auto", "max_memory": {"cpu": _IN_MEMORY}, "offload_folder": folder}
+            model: CausalLM = AutoModelForCausalLM.from_pretrained(path, **given).eval()
+            logits_BLV: Tensor = model(input_ids=torch.tensor(rows)).logits
     except Exception as error:
-        warn_in_main(f"{path!r} does not run here ({error!r:.200}), so that its server is not compared with it.")
+        warn_in_main(
+            f"{path!r} does not run here ({error!r:.200}), so that the answers of its server are not compared with it: "
+            "another model or layer would be learned from. Download the whole checkpoint if it is not on this machine."
+        )
         return None
-    return logits_LV.float().log_softmax(-1)
+    return logits_BLV.float().log_softmax(-1)
 
 
 class _Tensors:

@@ -98,9 +98,9 @@ def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
 def check_up(args: OPSDConfig) -> None:
     """Waits until all servers of teachers are up; a `ValueError` if one is not in time."""
     for url in servers(args).values():
-        from trl_opsd.teacher.servers import ModelServer  # needs aiohttp, which may be absent without servers
+        from trl_opsd.teacher.servers import TeacherServer  # needs aiohttp, which may be absent without servers
 
-        ModelServer(url, deadline(args), args.teacher_server_timeout)
+        TeacherServer(url, deadline(args), args.teacher_server_timeout)
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:

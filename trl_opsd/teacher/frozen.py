@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -19,15 +19,23 @@ from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, has_varlen, model_shape, preserved_mode
+from trl_opsd.models.backbone import (
+    Run,
+    call,
+    completion_hidden,
+    context_of,
+    has_varlen,
+    model_shape,
+    padded_hidden,
+    preserved_mode,
+)
 from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
-from trl_opsd.models.prefix import PASSES, hidden_after
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.prefix import Plan, PrefixMemory, SharedPrefixes
+from trl_opsd.teacher.prefix import SharedPrefix
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.rollout import PromptIds
 from trl_opsd.types.targets import Keeper
@@ -70,8 +78,6 @@ class Placement(ABC):
     """Whether the model can be called directly within [`loaded`], and not only through what that yields."""
     passes_are_costly: bool = False
     """Whether each pass copies or gathers the weights again."""
-    in_host_memory: bool = False
-    """Whether what it keeps between scorings has to be in host memory."""
 
     @abstractmethod
     def loaded(self, passes: int) -> AbstractContextManager[Run]:
@@ -142,27 +148,27 @@ def score_groups(
     cache_device: str = "auto",
     progress: bool = False,
     policy: BatchPolicy = PADDED,
-    plan: Plan | None = None,
-    read: Callable[..., Tensor] | None = None,
+    prefix: SharedPrefix | None = None,
+    shared: list[int] | None = None,
+    read: Callable[..., Tensor] = completion_hidden,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
-    The rows have [`~types.Rollout.ended`], so that no state is computed that is not needed; those of each group begin
-    with the prefix of a plan, if there is one.
+    The rows have [`~types.Rollout.ended`], so that no state is computed that is not needed; all begin with
+    the `shared` tokens of a prefix, if there are any.
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
     with torch.no_grad():
-        pasts = None if plan is None else plan.shared.read(plan, run)
-        for number, rows in enumerate(bar):
+        past = prefix.past(run, shared) if prefix is not None and shared else None
+        for rows in bar:
             of_pass = rollout.select(rows).cut().to(device)
-            if pasts is not None and pasts[number].tokens:
-                hidden_nCH = run(hidden_after, of_pass, pasts[number], policy)
+            if past is None:
+                keeper.put(rows, run(read, of_pass, policy))
             else:
-                hidden_nCH = run(read or completion_hidden, of_pass, policy)
-            keeper.put(rows, hidden_nCH)
+                keeper.put(rows, run(padded_hidden, of_pass, of_pass.measured(), policy, past, past.get_seq_length()))
         # Surplus passes re-read one row so that collectives stay matched between processes.
-        for _ in range(passes - len(groups) - (0 if plan is None else len(plan.segments))):
+        for _ in range(passes - len(groups)):
             run(completion_hidden, rollout.select([0]).cut().to(device), policy)
     return keeper.targets()
 
@@ -231,8 +237,8 @@ class FrozenTeacher(Teacher):
             Pack the rows of a pass into one sequence: see `OPSDConfig.padding_free`.
         pad_to_multiple_of (`int`, *optional*):
             Rounds the width of padded rows up to a multiple of this.
-        prefix_memory ([`~teacher.prefix.PrefixMemory`], *optional*):
-            Where keys and values of prefixes are kept that rows share: see `OPSDConfig.teacher_prefix_cache_gb`.
+        prefix_bytes (`float`, *optional*, defaults to 0):
+            Size limit of the keys and values of a shared prefix: see `OPSDConfig.teacher_prefix_cache_gb`.
 
     Attributes:
         policy ([`~models.padding.BatchPolicy`]): which rows share a forward pass.
@@ -253,7 +259,7 @@ class FrozenTeacher(Teacher):
         progress: bool = False,
         padding_free: bool = False,
         pad_to_multiple_of: int | None = None,
-        prefix_memory: PrefixMemory | None = None,
+        prefix_bytes: float = 0,
     ) -> None:
         self.placement = placement
         self.model: CausalLM = placement.model.eval().requires_grad_(False)
@@ -267,13 +273,11 @@ class FrozenTeacher(Teacher):
         # Small blocks would copy or gather the weights again; passes of rows of similar lengths have little padding.
         packed = padding_free and (has_varlen(self.model) or not placement.passes_are_costly)
         self.batching = replace(found.batching, packed=packed, multiple_of=pad_to_multiple_of or 1)
-        self.prefixes: SharedPrefixes | None = None
-        if prefix_memory is not None:
-            device = placement.device
-            where = torch.device("cpu") if placement.in_host_memory else device
-            self.prefixes = SharedPrefixes(self.model, prefix_memory, device, where, placement.passes_are_costly)
-            with placement.loaded(PASSES) as run:
-                self.prefixes.prove(run, self.batching)
+        self.prefix: SharedPrefix | None = None
+        if prefix_bytes:
+            self.prefix = SharedPrefix(self.model, prefix_bytes, placement.device, placement.passes_are_costly)
+            with placement.loaded(passes=4) as run:
+                self.prefix.prove(run, self.batching)
 
     def prove_images(self, prompts: Sequence[PromptIds]) -> None:
         """Verifies how it reads images, with [`~data.images.probe_prompts`]. Collective if it is sharded.
@@ -309,27 +313,27 @@ class FrozenTeacher(Teacher):
             yield self.model
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        return self.states(rollout, self.batching, self.prefixes)
+        return self.states(rollout, self.batching, self.prefix)
 
     def states(
         self,
         rollout: Rollout,
         policy: BatchPolicy,
-        prefixes: SharedPrefixes | None = None,
-        read: Callable[..., Tensor] | None = None,
+        prefix: SharedPrefix | None = None,
+        read: Callable[..., Tensor] = completion_hidden,
     ) -> TeacherTargets:
-        """The targets of a rollout, whose rows begin with prefixes that they share, if any; `read` runs its passes."""
+        """The targets of a rollout, whose rows begin with a prefix that all share, if any; `read` runs its passes."""
         rollout, device = rollout.ended(), self.placement.device
         passes_are_costly, kept = self.placement.passes_are_costly, (self._cache_device, self._progress)
-
-        def split(lengths: Sequence[int], before: int) -> list[list[int]]:
-            return pass_groups(self.model, lengths, device, policy, self._pass_bytes, passes_are_costly, before)
-
-        shared = nullcontext() if prefixes is None else prefixes.planned(rollout, split, policy)
-        with preserved_mode(self.model), shared as plan:
-            groups = split(rollout.sizes, 0) if plan is None else plan.rows
-            passes = self.placement.passes_to_run(len(groups) + (0 if plan is None else len(plan.segments)))
+        with preserved_mode(self.model):
+            shared, reading = ([], 0) if prefix is None else prefix.choose(rollout, policy)
+            lengths = [size - len(shared) for size in rollout.sizes]
+            groups = pass_groups(
+                self.model, lengths, device, policy, self._pass_bytes, passes_are_costly, before=len(shared)
+            )
+            passes = self.placement.passes_to_run(len(groups) + reading)
+            of_passes = passes - reading, device, *kept, policy
             with self.placement.loaded(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
-                return score_groups(run, rollout, groups, passes, device, *kept, policy, plan, read)
+                return score_groups(run, rollout, groups, *of_passes, prefix, shared, read)

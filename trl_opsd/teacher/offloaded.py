@@ -177,8 +177,6 @@ class Offloaded(Placement):
     Of one among several teachers not even that: the loss copies the head from host memory where it needs it.
     """
 
-    in_host_memory = True
-
     def __init__(self, model: CausalLM, device: torch.device, keeps_head: bool = True) -> None:
         self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)  # their data moves to host memory, pinned where that helps
@@ -305,7 +303,6 @@ class Sharded(Placement):
 
     is_whole = False
     passes_are_costly = True
-    in_host_memory = True
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device = model, device

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -22,7 +22,7 @@ from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.weights import first_change, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import max_over_processes, pass_groups, score_groups
-from trl_opsd.teacher.prefix import SharedPrefixes
+from trl_opsd.teacher.prefix import SharedPrefix
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
 
@@ -175,7 +175,7 @@ class OwnTeacher(Teacher):
         cache_device: str = "auto",
         progress: bool = False,
         kept: Collection[Tensor] = (),
-        prefixes: SharedPrefixes | None = None,
+        prefix: SharedPrefix | None = None,
     ) -> None:
         self.model = student
         # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or nothing for the live student.
@@ -189,7 +189,7 @@ class OwnTeacher(Teacher):
         self._progress = progress
         self._batching = policy  # a callable: for a sharded student it is known only later
         self._kept = kept  # weights that `as_teacher` swaps in, to describe their size
-        self.prefixes = prefixes  # if it is static
+        self.prefix = prefix  # if it is static
 
     def __str__(self) -> str:
         return f"{sizes(self._kept)} in place of the student's" if self._kept else "no weights of its own"
@@ -215,23 +215,21 @@ class OwnTeacher(Teacher):
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), rollout.completion_ids.device
         passes_are_costly, kept = is_split_model(self.model), (self._cache_device, self._progress)
-
-        def split(lengths: Sequence[int], before: int) -> list[list[int]]:
-            return pass_groups(
-                self.model, lengths, device, self.batching, passes_are_costly=passes_are_costly, before=before
-            )
-
+        prefix = self.prefix
         with preserved_mode(self.model):
             self.model.eval()
-            if self.prefixes is not None and self.prefixes.works is None:
+            if prefix is not None and prefix.works is None:
                 with self._as_teacher():
-                    self.prefixes.prove(self._run, self.batching)
-            shared = nullcontext() if self.prefixes is None else self.prefixes.planned(rollout, split, self.batching)
-            with shared as plan, self._as_teacher():
-                groups = split(rollout.sizes, 0) if plan is None else plan.rows
-                # A sharded student's forward is collective, so all processes run the same number of passes.
-                passes = max_over_processes(len(groups) + (0 if plan is None else len(plan.segments)), device)
-                return score_groups(self._run, rollout, groups, passes, device, *kept, self.batching, plan)
+                    prefix.prove(self._run, self.batching)
+            shared, reading = ([], 0) if prefix is None else prefix.choose(rollout, self.batching)
+            lengths, how = [size - len(shared) for size in rollout.sizes], (device, *kept, self.batching)
+            groups = pass_groups(
+                self.model, lengths, device, self.batching, passes_are_costly=passes_are_costly, before=len(shared)
+            )
+            # A sharded student's forward is collective, so all processes run the same number of passes.
+            passes = max_over_processes(len(groups) + reading, device) - reading
+            with self._as_teacher():
+                return score_groups(self._run, rollout, groups, passes, *how, prefix, shared)
 
 
 @torch.no_grad()

@@ -1,156 +1,238 @@
-"""A teacher behind a server, which returns its last hidden states; only its output head is in this process.
+"""A teacher behind a server, which returns states or log-probabilities of tokens; only its head is in this process.
 
-So every divergence is exact over the whole vocabulary, for `2 * H` bytes per token of a teacher in half precision.
-
-B rows · C completion tokens · L tokens of a row · H hidden width
+B rows · C completion tokens · n tokens of a row that count · W numbers of each in an answer
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, distributed
+from tqdm import tqdm
 
-from trl_opsd.http.client import WrongAnswerError, warn_in_main
-from trl_opsd.models.backbone import check_no_holes, logits_of, shape_of
-from trl_opsd.teacher.asked import Asked, rows_of
+from trl_opsd.http.client import WrongAnswerError
+from trl_opsd.losses import Divergence, ForwardKL, SampledReverseKL, SkewedForwardKL
+from trl_opsd.models.backbone import check_no_holes
+from trl_opsd.teacher.answers import KINDS, Answers, Row, States, Tokens, difference, kl, without
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.checkpoint_head import CheckpointHead
-from trl_opsd.teacher.servers import Expected, StatesServer, are_same, distance, probe_ids, smallest, word
+from trl_opsd.teacher.checkpoint_head import predictions_of
+from trl_opsd.teacher.servers import TeacherServer
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import Keeper
 
+_EXPECTED_BYTES = 4_000_000_000
+"""Byte limit for answers to rows that were requested ahead; others are requested when their targets are needed."""
+_LEAST_MOVED = 1e-7
+"""Nats by which another token moves the prediction after it at least; rounding in float32 is below."""
 
-class _Row(NamedTuple):
-    """The tokens that a server has to score for the targets of a row."""
 
-    ids: tuple[int, ...]
-    """Prompt and completion up to the token before the last one that counts."""
-    first: int
-    """Index of the state that predicts the first completion token."""
+def chosen_targets(offers: Collection[str], divergence: Divergence) -> str:
+    """The value of `teacher_server_targets` where it is not set: states, or what tells the divergence most."""
+    if "states" in offers:
+        return "states"
+    # The student's tokens alone leave to its tail what the teacher would say instead: trained so, a student came hardly
+    # nearer (benchmarks/notes/teachers.md). A sampled token is always told.
+    of_student = isinstance(divergence, SampledReverseKL)
+    of_teacher = isinstance(divergence, ForwardKL | SkewedForwardKL)
+    wanted = KINDS[:1] if of_student else KINDS[1:] if of_teacher else KINDS
+    found = [one for one in wanted if one in offers] or [one for one in KINDS if one in offers]
+    return "both_top_k" if len(found) == 2 else found[0]
+
+
+def answers_of(
+    server: TeacherServer,
+    targets: str,
+    path: str,
+    options: Mapping[str, Any],
+    device: torch.device,
+    vocabulary: int,
+    top_k: int | None = None,
+) -> Answers:
+    """What a server is asked for, by a value of `teacher_server_targets`; `vocabulary` is the student's.
+
+    Of the checkpoint at `path` config and head are loaded; of tokens the config alone, if it is there. `options` are
+    such as `revision`.
+    """
+    if targets == "states":
+        return States(path, options, device)
+    kinds = KINDS if targets == "both_top_k" else (targets,)
+    if missing := [one for one in kinds if one not in server.limits]:
+        raise ValueError(
+            f"`teacher_server_targets={targets!r}`: the teacher's server at {server.url} ({server.api}) offers "
+            f"{sorted(server.limits)} only: set one of these. It lacks {missing[0]!r}: {server.missing[missing[0]]}."
+        )
+    return Tokens(path, options, device, vocabulary, server.api, server.limits, kinds, top_k)
 
 
 class ServedTeacher(Teacher):
-    """A frozen causal language model behind `vllm serve` (task `token_embed`)."""
+    """A frozen causal language model behind a server; `path` names its checkpoint."""
 
     def __init__(
-        self,
-        path: str,
-        url: str,
-        device: torch.device,
-        deadline: float,
-        timeout: float = 0.0,
-        options: Mapping[str, Any] | None = None,
-        cache_device: str = "auto",
-        progress: bool = False,
+        self, path: str, server: TeacherServer, answers: Answers, cache_device: str = "auto", progress: bool = False
     ) -> None:
-        # `path` is the checkpoint, from which config, output head and final norm are loaded; `options` are such as
-        # `revision`. `deadline` limits a batch over all attempts, `timeout` the wait for the server at the start.
-        self._path, self._url = path, url
+        self._path, self._server, self._answers = path, server, answers
         self._cache_device, self._progress = cache_device, progress
-        self._server = StatesServer(url, deadline, timeout)
-        checkpoint = CheckpointHead(path, options)
-        self.config = checkpoint.config
-        self._context = smallest(
-            getattr(self.config.get_text_config(), "max_position_embeddings", None),
-            None if self._server.context is None else self._server.context + 1,  # the last token is not sent
-        )
-        self.probe_row = probe_ids(checkpoint.vocabulary)
-        self._probe = self._server.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
-        self._head = checkpoint.head(self._server.dtype, device)
-        width = checkpoint.width * self._server.dtype.itemsize
-        self._asked = Asked[_Row](lambda row: self._server.start(row.ids), lambda row: len(row.ids), width)
-        self.noise = _nats(*map(self._predictions, self._server.twice))
+        self._expected: dict[Row, Future[Tensor]] = {}
+        self._alone: dict[Row, Future[Tensor]] = {}
+        self.config, self.student_k, self.spelling = answers.config, answers.student_k, answers.spelling
+        most = self.config and getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        self._context = min((one for one in (server.context, most) if one is not None), default=None)
+        self._probes = answers.probes()
+        first, other = found = [one.result() for one in [self._start(probe) for probe in self._probes]]
+        answers.settle(found)
+        self._told = [answers.told(first), answers.told(other)]
+        self._prove(*self._told)
+        server.is_proved = True
+
+    def _prove(self, one: list[dict[int, float]], other: list[dict[int, float]]) -> None:
+        """Raises `WrongAnswerError` unless another token changes the prediction after it, and none before."""
+        tokens = [probe.ids[-2] for probe in self._probes]  # each told of its own row alone
+        mine, theirs = (without(told[:-1], *tokens) for told in (one, other))
+        before, after = kl(mine[-1:], theirs[-1:]), kl(one[-1:], other[-1:])
+        if after <= max(4 * before, _LEAST_MOVED) or difference(mine, theirs):
+            raise WrongAnswerError(
+                f"The teacher's server at {self._server.url} returns predictions that do not follow the tokens: with "
+                f"another token that of itself moves by {before:.2g} nats, and the next one by {after:.2g}. They are a "
+                "position ahead or behind, its attention is bidirectional, as in embedding models, or its weights are "
+                "zeroed or were not loaded."
+            )
+        self.noise = kl(one[:-2], other[:-2])
         """Nats between two answers for the same tokens."""
-        self._warn(checkpoint)
 
-    def _predictions(self, states_LH: Tensor) -> Tensor:
-        """[L, V], log-probabilities in host memory."""
-        return logits_of(states_LH.to(self._head.weight), self._head).float().log_softmax(-1).cpu()
+    def check_predictions(self, options: Mapping[str, Any]) -> None:
+        """Raises `WrongAnswerError` if the server has another model than the checkpoint, or in another process.
 
-    def told_apart(self, logs_LV: Tensor) -> float:
-        """Nats between what the server's states say and these log-probabilities, [L - 1, V], of `probe_row`."""
-        return _nats(self._predictions(self._probe[:-1]), logs_LV)
+        The checkpoint is run once, on the CPU of the first process. Collective.
+        """
+        told, theirs = [*self._told[0], *self._told[1]], None
+        if not distributed.is_initialized() or distributed.get_rank() == 0:
+            logs = predictions_of(self._path, options, [one.ids[:-1] for one in self._probes])
+            if logs is not None:
+                pairs = zip(told, logs.flatten(0, 1), strict=True)
+                theirs = [{token: float(log_V[token]) for token in one} for one, log_V in pairs]
+        # Processes may reach different servers at the same address.
+        found = gather_object([(self._server.url, self._said(), told, self._context, theirs)])
+        url, said, told, _, theirs = found[0]
+        for process, (their_url, they_say, they_told, *_) in enumerate(found):
+            apart = difference(they_told, told) if they_say == said else "different,"
+            if apart:
+                raise WrongAnswerError(
+                    f"The teacher's servers of process 0 ({url}; {said}) and of process {process} ({their_url}; "
+                    f"{they_say}) are {apart} for the same tokens: start all with the same checkpoint, revision and "
+                    "`--dtype`; 127.0.0.1 is a different server on each machine."
+                )
+        if theirs is not None and (apart := difference(told, theirs)):
+            raise WrongAnswerError(
+                f"The teacher's server at {url} is {apart} from the checkpoint {self._path!r} for the same tokens: it "
+                "serves another model, revision or layer, such as a fine-tune, or changes what it returns: name the "
+                "checkpoint that it serves."
+            )
+        self._context = min((one for *_, one, _ in found if one is not None), default=None)
+
+    def _said(self) -> str:
+        return str(self._answers).partition(";")[0]
 
     def __str__(self) -> str:
-        dtype = word(self._server.dtype)
-        rows, width = shape_of(self._head)
-        return (
-            f"{self._path!r} behind {self._url}, {width * self._server.dtype.itemsize} bytes "
-            f"per token in {dtype}; its head, {rows} x {width}, on {self._head.weight.device}"
-        )
+        return f"{self._path!r} behind {self._server.url}, which reports {self._server.name!r}: {self._answers}"
 
     @property
     def head(self) -> OutputHead:
-        return self._head
+        return self._answers.head
 
     @property
     def context(self) -> int | None:
         return self._context
 
-    def compare_processes(self) -> None:
-        """Raises `WrongAnswerError` if the server of another process has another teacher. Collective."""
-        if not distributed.is_initialized() or distributed.get_world_size() == 1:
-            return
-        # Processes may reach different servers at the same address.
-        found = gather_object([(self._url, self._probe, self._server.dtype, self._context)])
-        url, states, dtype, _ = found[0]
-        for process, (their_url, their_states, their_dtype, _) in enumerate(found):
-            is_shape = their_states.shape == states.shape
-            if is_shape and their_dtype == dtype and are_same(their_states, states):
-                continue
-            apart = f"{distance(their_states, states):.2g} times their length apart, " if is_shape else ""
-            raise WrongAnswerError(
-                f"The teacher's servers of process 0 ({url}) and of process {process} ({their_url}) return "
-                f"different states for the same tokens, {apart}in {word(dtype)} and {word(their_dtype)}: start "
-                "all with the same checkpoint, revision and `--dtype`; 127.0.0.1 is a different server on each machine."
-            )
-        self._context = smallest(*(context for *_, context in found))
-
     def expect(self, rollout: Rollout) -> None:
-        self._asked.expect(self._rows(rollout))
+        if self.student_k:  # whose tokens are known only when the student has read the rows
+            return
+        numbers = self.head.weight.size(1) * self.head.weight.element_size()
+        kept = sum(len(row.ids) for row in self._expected) * numbers
+        for row in self._rows(rollout):
+            if row is None or row in self._expected:
+                continue
+            kept += len(row.ids) * numbers
+            if kept > _EXPECTED_BYTES:  # the rest is requested when it is needed
+                return
+            self._expected[row] = self._start(row)
 
     def forget_expected(self) -> None:
-        self._asked.forget()
+        for future in self._expected.values():
+            future.cancel()
+        self._expected.clear()
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         check_no_holes(rollout.measured())
         rows = self._rows(rollout)
         keeper = Keeper(rollout.weights, self._cache_device)
-        no_states = torch.empty(0, shape_of(self._head)[1], dtype=self._server.dtype)
-        with closing(self._asked.answers(rows, self._progress)) as answers:
-            for number, (row, states_LH) in enumerate(zip(rows, answers, strict=True)):
-                keeper.put([number], (no_states if row is None or states_LH is None else states_LH[row.first :])[None])
+        empty_0W = torch.empty(0, self.head.weight.size(1), dtype=self.head.weight.dtype)
+        with closing(self._scored(rows)) as answers:
+            for number, (row, found_nW) in enumerate(zip(rows, answers, strict=True)):
+                states_CW = empty_0W
+                if row is not None and found_nW is not None:
+                    places_n = torch.tensor(row.places) - int(rollout.prompt_mask[number].sum())
+                    states_CW = found_nW.new_zeros(int(places_n[-1]) + 1, found_nW.size(1))
+                    states_CW[places_n] = found_nW
+                keeper.put([number], states_CW[None])
         return keeper.targets()
 
-    def _rows(self, rollout: Rollout) -> list[_Row | None]:
-        """The tokens to score for each row; `None` where no token counts."""
+    def _scored(self, rows: Sequence[Row | None]) -> Generator[Tensor | None]:
+        """The answer to each row, in order; `None` where there is no row. Close it, so that none is left over."""
+        # Equal completions of one prompt give equal rows, which are requested once; the longest should not start last.
+        asked = sorted({row for row in rows if row is not None}, key=lambda row: -len(row.ids))
+        is_known = len(asked) == 1 and asked[0] in self._alone
+        reading = {row: self._begun(row) for row in asked}
+        # With `overlap="step"`, a process that waits for others requests one row again and again: keep its answer.
+        self._alone = dict(reading) if len(rows) == len(reading) == 1 else {}
+        probe = None if is_known or not asked else self._start(self._probes[0])
+        last: dict[Any, int] = {row: number for number, row in enumerate(rows)}
+        try:
+            bar = tqdm(rows, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress)
+            for number, row in enumerate(bar):
+                yield None if row is None else reading[row].result()
+                if row is not None and last[row] == number:
+                    del reading[row]  # otherwise all answers of a batch would be held twice
+            if probe is not None and (apart := difference(self._answers.told(probe.result()), self._told[0])):
+                raise WrongAnswerError(
+                    f"The teacher's server at {self._server.url} is {apart} from its answer at the start for the same "
+                    "tokens: it was started with another model, or changed. Nothing of this batch was learned."
+                )
+        finally:
+            for future in (*reading.values(), *([] if probe is None else [probe])):
+                future.cancel()
 
-        def row(_: int, prompt: list[int], completion: list[int], places: list[int]) -> _Row:
-            return _Row((*prompt, *completion[: places[-1]]), len(prompt) - 1)
+    def _begun(self, row: Row) -> Future[Tensor]:
+        """The answer to a row that was requested ahead, or was the last single row; else the row is requested now."""
+        found = self._expected.pop(row, None) or self._alone.get(row)
+        # A request that failed since then, perhaps in an earlier training, is repeated.
+        if found is not None and not (found.done() and (found.cancelled() or found.exception())):
+            return found
+        return self._start(row)
 
-        return rows_of(rollout, shape_of(self._head)[0], row)
+    def _start(self, row: Row) -> Future[Tensor]:
+        return self._server.start(self._answers, row)
 
-    def _warn(self, checkpoint: CheckpointHead) -> None:
-        """Warns of what cannot be verified or may not be meant."""
-        self._server.warn_of_name(self._path, "only the final norm was compared")
-        if checkpoint.norm is None:
-            warn_in_main(
-                f"{self._path!r} has no known final norm, so states of another model of the same width would not be "
-                "detected."
-            )
-        stored = checkpoint.dtype
-        if self._server.dtype != stored:
-            warn_in_main(
-                f"The teacher's server computes in {self._server.dtype} and the checkpoint is in {stored}: start it "
-                f"with `--dtype {word(stored)}` if that is not meant."
-            )
-
-
-def _nats(one_LV: Tensor, other_LV: Tensor) -> float:
-    """The median over tokens of the KL of one from the other: half precision is far off at the first of a row alone."""
-    return max(0.0, float((one_LV.exp() * (one_LV - other_LV)).sum(-1).median()))
+    def _rows(self, rollout: Rollout) -> list[Row | None]:
+        """What to score of each row; `None` where no token counts."""
+        candidates = None if rollout.candidates is None or not self.student_k else rollout.candidates.cpu()
+        found: list[Row | None] = []
+        lists = zip(rollout.prompt_lists(), rollout.completion_lists(), rollout.counts.cpu(), strict=True)
+        for number, (prompt, completion, counts_C) in enumerate(lists):
+            places = counts_C.nonzero().flatten().tolist()
+            if not places:
+                found.append(None)
+                continue
+            wanted = [] if candidates is None else candidates[number, places, : self.student_k].tolist()
+            ids = (*prompt, *completion[: places[-1] + 1])
+            found.append(Row(ids, tuple(place + len(prompt) for place in places), tuple(map(tuple, wanted))))
+            if max(ids) >= self._answers.vocabulary:  # vLLM would use a row of its padded embeddings
+                raise ValueError(
+                    f"A row has the token id {max(ids)}, but the teacher's vocabulary has {self._answers.vocabulary}: "
+                    "was another tokenizer used? Nothing of this batch was sent."
+                )
+        return found

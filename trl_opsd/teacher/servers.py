@@ -1,28 +1,22 @@
-"""The server of a teacher, by vLLM's pooling API: a row of token ids each, never text, and its states are checked.
-
-L tokens of a row · M states of an answer · H hidden width
-"""
+"""The server of a teacher: what it offers, and one request per row of token ids, sent again where that may help."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import sys
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import (
-    MIB,
     BusyError,
     Count,
     HTTPClient,
+    Response,
     Schema,
     ServerKind,
     WrongAnswerError,
@@ -30,19 +24,16 @@ from trl_opsd.http.client import (
     warn_in_main,
 )
 from trl_opsd.http.urls import TEACHER_TOKEN
-from trl_opsd.teacher.checkpoint_head import FinalNorm
+from trl_opsd.teacher.answers import KINDS, POOLING, SCORING, Answers, Row
 
 T = TypeVar("T")
-
-START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''
-"""How to start a server, for messages."""
 
 KIND = ServerKind(
     name="teacher",
     subject="The teacher's server",
     address="`teacher_server_url`",
     timeout="teacher_server_timeout",
-    start=f"with `{START}`",
+    start=f"with `{POOLING}`",
     token=TEACHER_TOKEN,
     health_seconds=10.0,
 )
@@ -53,122 +44,11 @@ PAUSE = 1.0
 _AT_ONCE = 32
 """Maximum requests in flight, which the server batches."""
 _PROBE_SECONDS = 30.0
-"""Minimum deadline for a server's first two rows, which are short."""
-_ZEROED = 1e-6
-"""Relative distance of the states of two tokens below which the weights must be zero, however small embeddings are."""
-_ABOVE = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Largest excess of the root mean square of the norm's input over 1 that rounding explains."""
-_BELOW = 0.9
-"""Least median of it: a norm's epsilon lowers it where the residual stream is tiny. Measured 0.9976."""
-MOST_APART = 0.05
-"""Nats between two predictions for the same tokens that neither half precision nor other kernels reach."""
-_SAME = 0.1
-"""Relative distance of two states of one token that neither half precision nor other kernels reach."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What is known of a teacher's states before any was seen."""
-
-    path: str
-    """The checkpoint, for messages."""
-    width: int
-    """H."""
-    norm: FinalNorm | None
-    """The norm that made the states; `None` if unknown."""
-
-    def states(self, asked: str, content: bytearray, tokens: int, dtype: torch.dtype) -> Tensor:
-        """The states of a row, [L, H], in the memory of the answer; raises `WrongAnswerError` for others."""
-        # Each number is checked, in about 1 ns. `asked` is the beginning of messages.
-        row_bytes = self.width * dtype.itemsize
-        if len(content) % row_bytes or len(content) < min(tokens, 2) * row_bytes:
-            last = (
-                f" Was only the last token pooled? Start the server with `{START}`."
-                if len(content) <= row_bytes
-                else ""
-            )
-            raise WrongAnswerError(
-                f"{asked} returned {len(content)} bytes for {tokens} tokens, expected {tokens * row_bytes}: {tokens} "
-                f"states of {self.width} numbers in {word(dtype)}.{last} It has to serve {self.path!r}."
-            )
-        states_MH = torch.frombuffer(content, dtype=dtype).view(-1, self.width)
-        # More states than tokens are accepted where the surplus repeats the row's beginning.
-        if len(states_MH) < tokens or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
-            raise WrongAnswerError(
-                f"{asked} returned {len(states_MH)} states for {tokens} tokens: expected one per token; start it with "
-                f"`{START}`."
-            )
-        states_LH = states_MH[-tokens:]
-        self._check(asked, states_LH)
-        return states_LH
-
-    def _check(self, asked: str, states_LH: Tensor) -> None:
-        rms_L = (self.norm or FinalNorm(torch.ones(self.width), torch.zeros(self.width))).rms(states_LH)
-        lowest, highest, median = (float(one) for one in (rms_L.min(), rms_L.max(), rms_L.median()))
-        if not highest < math.inf and (places := (~states_LH.isfinite().all(-1)).nonzero().flatten().tolist()):
-            raise WrongAnswerError(
-                f"{asked} returned NaN or infinite states at {len(places)} of {len(states_LH)} tokens, the first at "
-                f"{places[0]}: check its weights and dtype; start it with the checkpoint's `--dtype`."
-            )
-        if self.norm is None or (highest <= 1 + _ABOVE[states_LH.dtype] and median >= _BELOW):
-            return
-        # A pooler's default normalisation is the likeliest cause, and has its own remedy.
-        if ((states_LH.float().norm(dim=-1) - 1).abs() < 1e-2).all():
-            raise WrongAnswerError(
-                f"{asked} returned states normalised to length 1, although the request sets `use_activation: false`: "
-                "turn off normalisation in the server, or use vLLM 0.31 or 0.32."
-            )
-        raise WrongAnswerError(
-            f"{asked} returned states that cannot come from the final norm of {self.path!r}: with its weight divided "
-            f"out, their root mean square is {lowest:.3g} to {highest:.3g}, expected 1. It serves another model, "
-            f"revision or layer: start it with {self.path!r}, and without anything that changes the states."
-        )
-
-
-def served_dtype(states: Tensor) -> torch.dtype:
-    """The dtype that states were computed in, from float32 values: the smallest that loses nothing."""
-    halves = (torch.bfloat16, torch.float16)
-    return next((dtype for dtype in halves if torch.equal(states.to(dtype).float(), states)), torch.float32)
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """Largest distance of two states of a token, relative to their length."""
-    return float(((one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp(min=1e-9)).max())
-
-
-def are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether the same model can have given both for the same tokens."""
-    return len(one) == 0 or distance(one, other) < _SAME
-
-
-def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
-    """Whether surplus states are repeated beginnings of the row, as vLLM returns for preempted rows."""
-    # vLLM keeps the states of a row that was preempted and computed again from its first token
-    # (vllm-project/vllm#55192), so that the last L are the whole row. A new request would be preempted as well.
-    at = 0
-    for state_H in extra_KH:
-        if at == len(states_LH) or not are_same(state_H[None], states_LH[at : at + 1]):
-            at = 0
-        if not are_same(state_H[None], states_LH[at : at + 1]):
-            return False
-        at += 1
-    return True
-
-
-def probe_ids(vocabulary: int) -> list[int]:
-    """The row that a server is proved by."""
-    # An id outside the vocabulary is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
-    return [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
-
-
-def smallest(*limits: int | None) -> int | None:
-    """The smallest of the known limits."""
-    return min((one for one in limits if one is not None), default=None)
-
-
-def word(dtype: torch.dtype) -> str:
-    """The name of a dtype in options and requests."""
-    return str(dtype).removeprefix("torch.")
+"""Minimum deadline for a server's first rows, which are short."""
+_TOO_MANY = 1_000_000
+"""Tokens that no server tells: it answers how many it does."""
+_CANNOT = (400, 403, 404, 405, 422, 501)
+"""Statuses by which a server says that it does not offer something; others may be those of the moment."""
 
 
 class _Model(Schema):
@@ -184,38 +64,68 @@ class _Model(Schema):
     """Maximum tokens of a request; `None` where there is no limit."""
 
 
-class ModelServer(HTTPClient):
+class _Scores(Schema):
+    prompt_token_id_logprobs: str | None = None
+
+
+class _Limits(Schema):
+    """What SGLang takes, by its context and its memory."""
+
+    max_req_input_len: Count
+
+
+class _Detokenized(Schema):
+    prompt: str | None = None
+    text: str | None = None
+
+
+class TeacherServer(HTTPClient):
     """The server of a teacher, and the model that it serves.
 
     `deadline`: seconds per row over all attempts. `timeout`: seconds to wait until it is up, and again for its first
     rows; a later row that takes longer is warned of, once. A `ValueError` if it is not up in time.
     """
 
+    api = "vLLM (pooling)"
+    """Its kind, for messages."""
+    is_proved = False
+    """Whether its first rows were right: until then requests have `timeout`."""
+
     def __init__(self, url: str, deadline: float, timeout: float) -> None:
         super().__init__(KIND, url, KIND.health_seconds)
         self._row_seconds, self._start_seconds = deadline, max(timeout, _PROBE_SECONDS)
-        self._is_proved = self._has_warned = False
+        self._has_warned = False
         self._room = asyncio.Semaphore(_AT_ONCE)
         self.wait_until_up(timeout)
         self.model = self.get("/v1/models").parse(_Model)
-        self.context = self.model.max_model_len
+        self.name = self.model.root or self.model.id
+        """The model that it reports."""
+        self.context = self.model.max_model_len and self.model.max_model_len + 1  # the last is not sent for states
+        """Maximum tokens of a row; `None` where there is no limit."""
+        self.limits: dict[str, int | None] = {"states": None}
+        """The largest K of each of the targets that it offers; `None` where it has none."""
+        self.missing: dict[str, str] = {}
+        """Why it does not offer the rest."""
 
-    def warn_of_name(self, path: str, compared: str) -> None:
-        """Warns if it reports another name than that of the checkpoint at `path`; `compared` is what is known."""
-        served, ours = (self.model.root or self.model.id).rstrip("/"), path.rstrip("/")
-        if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
-            warn_in_main(
-                f"The teacher's server at {self.url} reports that it serves {served!r}, but `teacher_model` is "
-                f"{ours!r}: make sure that they are the same checkpoint; {compared}."
-            )
+    def start(self, answers: Answers, row: Row) -> Future[Tensor]:
+        """Starts to score a row; the future has the answer, [n, W], or a `ServerError`."""
 
-    async def answer(self, ask: Callable[[float], Awaitable[T]], what: str) -> T:
+        async def ask(seconds: float) -> Tensor:
+            path, body, most = answers.request(row, self.model.id)
+            response = await self.request("POST", path, json=body, max_bytes=most, seconds=seconds)
+            response.check_status(f" See its log; it is started with `{answers.start}`.")
+            # In a thread, because reading a long row would block the other requests of this loop.
+            return await asyncio.to_thread(answers.read, response, row)
+
+        return self.begin(self._answer(ask, f"scored a row of {len(row.ids)} tokens"))
+
+    async def _answer(self, ask: Callable[[float], Awaitable[T]], what: str) -> T:
         """What `ask` returns, which gets the seconds of an attempt; asking twice must change nothing.
 
         A `ServerError` if every attempt fails, or none ends in time; it says that the server has not done `what`.
         """
         seconds, origin, attempts = self._start_seconds, KIND.timeout, 1
-        if self._is_proved:
+        if self.is_proved:
             seconds, origin, attempts = self._row_seconds, "ddp_timeout", ATTEMPTS
         failures, said = 0, ""
         try:
@@ -243,66 +153,74 @@ class ModelServer(HTTPClient):
             ) from None
 
     def _warn_of_delay(self, seconds: float) -> None:
-        if self._is_proved and not self._has_warned:
+        if self.is_proved and not self._has_warned:
             self._has_warned = True
             warn_in_main(
                 f"{KIND.subject} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
                 f"waiting up to {seconds:g} (from `ddp_timeout`): see its log."
             )
 
+    # ---- What it offers -----------------------------------------------------------------------------------------
 
-class StatesServer(ModelServer):
-    """A server that returns hidden states."""
+    def look(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Finds out what it offers, and compares its tokenizer: a `ValueError` if it is another than the student's."""
+        self.run(self._answer(lambda seconds: self._look(tokenizer, seconds), "told its offer"))
 
-    expected: Expected
-    dtype: torch.dtype = torch.float32
-    """In which it computes; known after `prove`."""
-    twice: tuple[Tensor, Tensor]
-    """States of the same tokens, by two requests; likewise."""
+    async def _look(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
+        async def asked(path: str, body: Any = None) -> Response:
+            method, given = ("GET", {}) if body is None else ("POST", {"json": body})
+            answer = await self.request(method, path, seconds=seconds, **given)
+            # Another status is not one of a server that does not offer this, but could not answer now.
+            return answer if answer.status in _CANNOT else answer.check_status()
 
-    def prove(self, expected: Expected, vocabulary: int) -> Tensor:
-        """Compares what it returns for two short rows; returns the states of the first, [L, H], float32."""
-        self.expected, spread = expected, probe_ids(vocabulary)
-        # The second row differs in its last token only, which no earlier state may depend on.
-        asked = [self.start(row) for row in (spread, [*spread[:-1], spread[0]])]
-        one, other = (each.result() for each in asked)
-        if not are_same(one[:-1], other[:-1]):
-            raise WrongAnswerError(
-                f"The teacher's server at {self.url} returns states that depend on later tokens (they move by "
-                f"{distance(one[:-1], other[:-1]):.2g} of their length): its attention is bidirectional, as in "
-                "embedding models; serve the causal language model itself."
+        if self.model.owned_by == "sglang":
+            self.api, self.limits = "SGLang", {"teacher_top_k": None}
+            self.missing["student_top_k"] = "SGLang scores one list of tokens for all positions of a row"
+            info = await asked("/server_info")
+            if info.status == 404:  # its name before 0.5.6
+                info = await asked("/get_server_info")
+            self.context = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
+        else:
+            model = self.model.id
+            many = {"model": model, "prompt": [0, 1], "max_tokens": 1, "prompt_logprobs": _TOO_MANY}
+            found = await asked("/v1/completions", many)
+            if allowed := re.search(r"max allowed: (\d+)", found.text):
+                self.api, self.limits = "vLLM", {"teacher_top_k": int(allowed[1])}
+                some = {"prompt_logprob_token_ids": [[0]], "prompt_logprob_start": 0, "max_tokens": 1}
+                path = "/inference/v1/generate"
+                answer = await asked(path, {"model": model, "token_ids": [0, 1], "sampling_params": some})
+                if answer.status == 200 and answer.parse(_Scores).prompt_token_id_logprobs is not None:
+                    self.limits["student_top_k"] = int(allowed[1])
+                else:
+                    said = f"{path} returned {answer.status}: {answer.text[:200]}"
+                    self.missing["student_top_k"] = f"{said}; start vLLM 0.32 or newer, with `{SCORING}`"
+            elif found.status in (404, 405, 501):
+                why = f"it has no /v1/completions: it does not generate; start it with `{SCORING}`"
+                self.missing = dict.fromkeys(KINDS, why)
+                return
+            else:
+                raise ValueError(
+                    f"{found.request} did not answer how many log-probabilities it tells ({found.status}: "
+                    f"{found.text[:200]}): expected a vLLM or SGLang server; start one with `{SCORING}`."
+                )
+            self.context = self.model.max_model_len and self.model.max_model_len - 1  # a token is generated after it
+        self.missing["states"] = "it generates, and sends no hidden states"
+        if tokenizer is None:
+            return
+        special = {*tokenizer.all_special_ids}  # which some servers leave out
+        ids = [one for one in range(0, len(tokenizer), max(1, len(tokenizer) // 16)) if one not in special]
+        answer = await asked("/detokenize", {"model": self.model.id, "tokens": ids})
+        if answer.status != 200:
+            warn_in_main(
+                f"{answer.request} returned {answer.status}, so that the tokenizer of the teacher's server is not "
+                "compared: make sure that it is the student's."
             )
-        if distance(one[-1:], other[-1:]) < _ZEROED:
-            raise WrongAnswerError(
-                f"The teacher's server at {self.url} returns the same state for different tokens: its weights are "
-                "zeroed or were not loaded; restart it."
+            return
+        text = answer.parse(_Detokenized)
+        theirs, ours = text.prompt or text.text or "", tokenizer.decode(ids)
+        if "".join(theirs.split()) != "".join(ours.split()):
+            raise ValueError(
+                f"The teacher's server at {self.url} has another tokenizer: the ids {ids} are {theirs!r} to it and "
+                f"{ours!r} here. A server that tells probabilities of tokens needs the student's tokenizer; with "
+                "`cross_tokenizer='bytes'`, load the teacher instead."
             )
-        self.dtype, self.twice, self._is_proved = served_dtype(one), (one[:-1], other[:-1]), True
-        return one
-
-    def start(self, ids: Sequence[int]) -> Future[Tensor]:
-        """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
-        answer = self.answer(lambda seconds: self._states(ids, seconds), f"scored a row of {len(ids)} tokens")
-        return self._background.start(answer)
-
-    async def _states(self, ids: Sequence[int], seconds: float) -> Tensor:
-        expected, dtype = self.expected, self.dtype
-        body: dict[str, Any] = {
-            "model": self.model.id,
-            "input": list(ids),
-            "task": "token_embed",
-            "use_activation": False,  # else they are normalised to length 1
-            "encoding_format": "bytes_only",  # "bytes" describes them in a header, which gets too long
-            "embed_dtype": word(dtype),
-            "endianness": sys.byteorder,
-        }
-        limit = 4 * len(ids) * expected.width * dtype.itemsize + MIB  # vLLM answers preempted rows more than once
-        response = await self.request("POST", "/pooling", json=body, max_bytes=limit, seconds=seconds)
-        hint = " See its log."
-        if response.status == 404 and "does not exist" not in response.text:
-            hint = f" It has no such route: it generates, or is not a vLLM server; start it with `{START}`."
-        elif response.status == 400 and "task" in response.text:
-            hint = f" It was started for another task: start it with `{START}`."
-        response.check_status(hint)
-        # In a thread, because checking a long row would block the other requests of this loop.
-        return await asyncio.to_thread(expected.states, response.request, response.content, len(ids), dtype)

@@ -21,7 +21,6 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.self_teacher import Average, with_candidates
-from trl_opsd.teacher.stored import StoredTeacher, WrittenTeacher
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.known import TokenHead
 from trl_opsd.types.targets import check_targets, kept_by_row
@@ -55,7 +54,7 @@ class Teachers(dict[str, Teacher]):
         self.are_whole = not any(isinstance(one.head, TokenHead) for one in by_name.values())
         """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
         every = {id(own := innermost(one)): own for one in (*by_name.values(), origin) if one is not None}.values()
-        self._prefixes = [one for own in every if (one := getattr(own, "prefixes", None)) is not None]
+        self._prefixes = [one for own in every if (one := getattr(own, "prefix", None)) is not None]
 
     @property
     def only(self) -> Teacher | None:
@@ -75,15 +74,6 @@ class Teachers(dict[str, Teacher]):
         """Nats between two answers of a teacher's servers for the same tokens, the most of all; `None` without any."""
         each = [noise for one in self.values() if (noise := getattr(one, "noise", None)) is not None]
         return max(each, default=None)
-
-    def missing(self, rollout: Rollout, names: Sequence[str]) -> list[int]:
-        """The numbers of the rows whose targets are not in the store of their teacher."""
-        found: list[int] = []
-        for name, teacher in self.items():
-            rows = [row for row, one in enumerate(names) if one == name]
-            if rows and isinstance(teacher, StoredTeacher | WrittenTeacher):
-                found += [rows[row] for row in teacher.missing(rollout.select(rows))]
-        return sorted(found)
 
     @property
     def tokens(self) -> tuple[int, int] | None:
@@ -143,9 +133,7 @@ class Teachers(dict[str, Teacher]):
         if name in self._unproved:
             if targets.rows is None:  # the teacher may reuse the tensor for its next answer
                 targets = replace(targets, hidden=targets.hidden.clone())
-            theirs = teacher.teacher if isinstance(teacher, WrittenTeacher) else teacher
-            told = targets if theirs is teacher else kept_by_row(scored(theirs, rollout), rollout.weights)
-            prove_alignment(partial(scored, theirs), rollout, told, f"{type(theirs).__name__}.targets")
+            prove_alignment(partial(scored, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
             self._unproved.remove(name)  # the proof costs one more call
         return targets
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
-import os
-import warnings
 
 from packaging.specifiers import SpecifierSet
 
-from trl_opsd._compat.trl import is_vllm_available
 from trl_opsd._compat.versions import bounds, installed
-
-logger = logging.getLogger(__name__)
 
 
 def _check_version() -> None:
@@ -22,12 +16,6 @@ def _check_version() -> None:
         raise ValueError(f"`use_vllm=True` needs vLLM, which is not installed: {how_to_install}.")
     if found is not None and not supported.contains(found, prereleases=True):
         raise ValueError(f"vLLM {found} is installed; expected vllm{supported}: {how_to_install}.")
-    # TRL's own warning about the version is filtered on import, and repeated here, where vLLM is chosen.
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        is_vllm_available()
-    for one in said if os.environ.get("RANK", "0") == "0" else ():
-        logger.warning(f"{one.message} trl_opsd itself was tested with vllm{supported}.")
 
 
 _check_version()

@@ -1,119 +1,120 @@
 """Measures on a few dozen completions of the student what a teacher says of them, and whether it knows better.
 
-B rows · N tokens of all rows
+B rows · C completion tokens · H hidden size · n tokens that count
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import islice
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
+from pandas import DataFrame, concat
+from torch import Tensor
 
 from trl_opsd._compat.sharding import gathered_head, whole_head
-from trl_opsd.cli.audit.episodes import Episode, completer, episode, tried
-from trl_opsd.cli.audit.tokens import FEW, Compared, Mean, Tokens, apart, tokens_of, with_rewards
-from trl_opsd.methods.rows import BatchRow
+from trl_opsd.cli.audit.replay import Complete, Replay
+from trl_opsd.loop.batch import Batch
+from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
+from trl_opsd.losses.objective import Objective, head_of_reference
+from trl_opsd.losses.streamed import streamed_entropy
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.samples import Sample, samples_of
-from trl_opsd.teacher.checks import check_tokenizers, teachers_processors
+from trl_opsd.teacher.comparison import tokens_by_teacher
 from trl_opsd.teacher.self_teacher import OwnTeacher
 from trl_opsd.teacher.teachers import scored
 from trl_opsd.trainer import OPSDTrainer
-from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.types.known import KnownTokens, TokenHead
 from trl_opsd.types.loss import TENTHS
+from trl_opsd.types.rollout import PromptIds
 from trl_opsd.types.targets import kept_by_row
 
+FEW = 4
+"""Rows below which a mean says nothing."""
 _SHOWN = 8
 """Rows on the page."""
-CONTEXTS = ("none", "shuffled")
-"""What teachers read in place of their contexts: the student's prompt, and the context of another row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one candidate, the teachers of a run with what each reads, says of the student's completions."""
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of some rows."""
 
-    name: str
-    loss: float
-    """The run's divergence, in nats per token; the next two are KLs over the whole vocabulary."""
-    reverse: float
-    forward: float
-    floor: float
-    """KL in nats between two computations of the same teacher: each row alone and together, or two replicas."""
-    in_bfloat16: float
-    """The same, where it computes in bfloat16."""
-    by_tenth: list[float]
-    by_entropy: list[float]
-    """The run's divergence by quarter of the student's entropy."""
-    at_ends: float
-    """The mean probability that the teacher gives the student's end tokens, geometric; NaN without any."""
-    first_three: float
-    """The run's divergence at the first three tokens."""
-    teacher_nats: float
-    """Mean log-probability of the student's tokens under the teacher."""
-    vocabulary: int
-    carries: float
-    """The share of tokens that carries 80 % of the divergence."""
-    below_floor: float
-    """The share of tokens whose KL is below the floor."""
-    explained: float
-    correlation: Mean | None = None
-    """Over rows, of the reward with the mean of log(p_T / p_S); `None` without rewards."""
-    beyond_control: float | None = None
-    """The same with what the control does not explain of that."""
-    apart_from: dict[str, float] = field(default_factory=dict)
-    """KL of the teacher, as it reads its rows, from itself in another context, by its name."""
-    knows: Mean | None = None
-    """The teacher's own rewards on the same prompts minus the student's; the next three too `None` if not measured."""
-    own: Mean | None = None
-    recovers: Mean | None = None
-    """Rewards where the teacher goes on after a mistake of the student, minus those where the student does."""
-    after: tuple[Mean, Mean] | None = None
-    """The two terms of that difference: of the teacher, of the student."""
-    clipped: float | None = None
-    """Share of the teacher's own completions that did not end."""
-    cannot: str = ""
-    """Why it was not asked to generate."""
-    seconds: float = 0.0
-    """Of scoring the rows."""
+    value: float
+    error: float
+    """Its standard error."""
+    rows: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Mean:
+        known = values[~np.isnan(values)]
+        spread = known.std(ddof=1) if len(known) > 1 else np.nan
+        return cls(float(known.mean()) if len(known) else np.nan, float(spread / max(len(known), 1) ** 0.5), len(known))
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where it is above or below 0 by more than twice its standard error, else 0."""
+        return int(np.sign(self.value)) if self.rows >= FEW and abs(self.value) > 2 * self.error else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What was measured of a run."""
+    """What was measured of a run; nats are per token."""
 
+    name: str
     rows: int
     tokens: int
     objective: str
     student: Mean | None
     """Its rewards; `None` without reward functions."""
     student_clipped: float
+    """Share of its completions that did not end."""
     entropy: float
-    """Of the student, in nats per token."""
-    candidates: list[Measured]
-    seconds: dict[str, float]
-    """Of completing, scoring and learning from these rows, the last estimated as three forward passes."""
-    step_rows: int
-    steps: int
+    """Of the student, in nats."""
+    loss: float
+    """The run's divergence, in nats; the next two are KLs over the whole vocabulary."""
+    reverse: float
+    forward: float
+    floor: float
+    """KL in nats between two computations of the same teacher: each row alone and together, or two replicas."""
+    context: float | None
+    """KL of the teacher from itself where it reads the student's prompt; `None` where it reads nothing else."""
+    by_tenth: list[float]
+    by_entropy: list[float]
+    """The run's divergence by quarter of the student's entropy."""
+    carries: float
+    """The share of tokens that carries 80 % of the divergence."""
+    at_ends: float
+    """The mean probability that the teacher gives the student's end tokens, geometric; NaN without any."""
+    teacher_nats: float
+    """Mean log-probability of the student's tokens under the teacher."""
+    vocabulary: int
+    correlation: Mean | None = None
+    """Over rows, of the reward with the mean of log(p_T / p_S); `None` without rewards."""
+    own: Mean | None = None
+    """The teacher's own rewards on the same prompts; this and what follows are `None` where they were not measured."""
+    knows: Mean | None = None
+    """Those minus the student's."""
+    clipped: float | None = None
+    """Share of the teacher's own completions that did not end."""
+    recovers: Mean | None = None
+    """Rewards where the teacher goes on after a mistake of the student, minus those where the student does."""
+    after: tuple[Mean, Mean] | None = None
+    """The two terms of that difference: of the teacher, of the student."""
+    cannot: str = ""
+    """Why the teacher was not asked to generate."""
     samples: tuple[Sample, ...] = ()
     """The first rows, token by token."""
 
-    @property
-    def step_seconds(self) -> float:
-        """Of one optimizer step, at most: larger batches cost less per row."""
-        return sum(self.seconds.values()) * self.step_rows / self.rows
 
-
-def audit(trainer: OPSDTrainer, rows: int = 32, candidates: Sequence[str] = ()) -> Audit:
+def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> Audit:
     """Measures a trainer's teachers on completions of its student, which is not changed. In one process.
 
     Args:
@@ -121,243 +122,253 @@ def audit(trainer: OPSDTrainer, rows: int = 32, candidates: Sequence[str] = ()) 
             With the student, teachers, rewards and rows of a run.
         rows (`int`, *optional*, defaults to 32):
             Rows of the training dataset that are completed.
-        candidates (`Sequence[str]`, *optional*):
-            Paths of more teachers, each in the place of the only one.
+        name (`str`, *optional*, defaults to `"as configured"`):
+            Of the teacher, in what is printed.
 
     Raises:
         ValueError: There are too few rows, several processes, or teachers with other tokenizers.
     """
-    _check(trainer, rows, candidates)
-    with _left_as_it_was(trainer):
-        inputs = _chosen(trainer, rows)
-        written = episode(trainer, inputs)
-        student = Student(trainer, written.rollout)
-        measured, tokens, said = _measured(trainer, inputs, written, student, "as configured")
-        samples = student.samples(trainer, written.rollout, said)
-        found = [measured]
-        for path in candidates:
-            _take(trainer, path)
-            found.append(_measured(trainer, inputs, written, student, path)[0])
-    args = trainer.args
-    epoch = len(trainer.train_dataset) * args.num_generations if isinstance(trainer.train_dataset, Dataset) else 0
-    step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return Audit(
-        rows=len(inputs),
-        tokens=len(tokens.row),
-        objective=str(trainer.divergence),
-        student=None if written.rewards is None else Mean.of(written.rewards),
-        student_clipped=written.clipped,
-        entropy=float(tokens.entropy.mean()),
-        candidates=found,
-        seconds={"complete": written.seconds, "teach": measured.seconds, "compare": 3 * student.seconds},
-        step_rows=step_rows,
-        samples=tuple(samples),
-        steps=args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * epoch // step_rows),
-    )
-
-
-# ---- The rows -------------------------------------------------------------------------------------------------------
-
-
-def _check(trainer: OPSDTrainer, rows: int, candidates: Sequence[str]) -> None:
-    if rows < FEW:
-        raise ValueError(f"An audit of {rows} rows: expected at least {FEW}, and 32 or more for a verdict.")
-    if trainer.train_dataset is None:
-        raise ValueError("An audit needs a `train_dataset`, whose prompts the student completes.")
-    if trainer.accelerator.num_processes > 1:
-        raise ValueError("An audit runs in one process: call it without a launcher.")
-    if trainer.cross is not None:
-        raise ValueError("`cross_tokenizer`: an audit compares tokens, but these models share none.")
-    if candidates and (trainer.teacher is None or trainer.args.teacher_model_kind is not None):
-        raise ValueError("Candidates take the place of the only teacher, but there are several, or it is the student.")
-
-
-def _take(trainer: OPSDTrainer, path: str) -> None:
-    """Puts a candidate in the place of the only teacher."""
-    models = {"teacher": path}
-    check_tokenizers(trainer.processing_class, models, None, trainer.args)
-    if trainer.reads_images and teachers_processors(trainer.processor, models, None, trainer.args):
-        raise ValueError(f"The candidate {path!r} reads images with another processor: audit it in a run of its own.")
-    trainer.teaching.build_teachers(models)
-
-
-def _chosen(trainer: OPSDTrainer, rows: int) -> list[dict[str, Any]]:
-    """Rows of the dataset, the same in each audit of a run."""
-    dataset = trainer.train_dataset
-    if isinstance(dataset, Dataset):
-        order = np.random.default_rng(trainer.args.seed).permutation(len(dataset))
-        stream: Iterator[Any] = (dataset[int(number)] for number in order)
-    else:
-        stream = iter(dataset)
-    found = list(islice(stream, rows))
-    if len(found) < FEW:
-        raise ValueError(f"train_dataset has {len(found)} rows: expected at least {FEW} for an audit.")
-    return found
-
-
-@contextmanager
-def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
-    """Restores random state, mode, teachers, logs and options, so that a training after it is as one without."""
-    args, teaching, numbers = trainer.args, dict(vars(trainer.teaching)), trainer._metrics["eval"]
-    given, log = args.eval_temperature, {name: list(each) for name, each in numbers.items()}
-    seen, batches = trainer.state.num_input_tokens_seen, trainer._stats.now.batches
-    texts = {name: list(trainer._logs[name]) for name in ("prompt", "completion")}
-    args.eval_temperature = None
-    with preserved_rng(trainer.accelerator.device), preserved_mode(trainer.model), trainer.rollout.session():
-        trainer.model.eval()
-        try:
-            yield
-        finally:
-            args.eval_temperature = given
-            vars(trainer.teaching).clear()
-            vars(trainer.teaching).update(teaching)
-            for name, before in texts.items():
-                trainer._logs[name].clear()
-                trainer._logs[name].extend(before)
-            numbers.clear()
-            numbers.update(log)
-            trainer.state.num_input_tokens_seen, trainer._stats.now.batches = seen, batches
-
-
-# ---- What is compared -----------------------------------------------------------------------------------------------
-
-
-class Student:
-    """The student's states on its completions."""
-
-    def __init__(self, trainer: OPSDTrainer, rollout: Rollout) -> None:
-        reader = OwnTeacher(trainer.model, trainer.in_student, nullcontext, lambda: trainer.batching_to_learn)
-        start = perf_counter()
+    if trainer.accelerator.num_processes > 1 or trainer.args.cross_tokenizer:
+        raise ValueError("An audit runs in one process, and compares tokens: not with `cross_tokenizer`.")
+    inputs = _rows_of(trainer.train_dataset, rows, trainer.args.seed)
+    if len(inputs) < FEW:
+        raise ValueError(f"An audit of {len(inputs)} rows of the `train_dataset`: expected at least {FEW}.")
+    with _as_in_training(trainer), trainer.rollout.session():
+        batch, rewards = _completed(trainer, inputs)
+        rollout, teachers, objective = batch.rollout, trainer.teachers, trainer.current_objective
+        itself = OwnTeacher(trainer.model, trainer.in_student, nullcontext, lambda: trainer.batching_to_learn)
         with autocast(trainer.accelerator):
-            self.targets = kept_by_row(scored(reader, rollout), rollout.weights)
-        self.seconds = perf_counter() - start
-
-    def beside(self, trainer: OPSDTrainer, rollout: Rollout, targets: TeacherTargets) -> Tokens:
-        """Its tokens compared with these targets."""
-        teachers = trainer.teachers
-        with whole_head(trainer.model) as head, gathered_head(*teachers.heads, teachers.origin_head):
-            compared = Compared(self.targets, head, targets, teachers.heads, teachers.origin_head)
-            return tokens_of(compared, rollout, trainer.current_objective)
-
-    def samples(self, trainer: OPSDTrainer, rollout: Rollout, targets: TeacherTargets) -> list[Sample]:
-        """The first rows with the numbers of each token."""
-        teachers, some = trainer.teachers, range(min(_SHOWN, len(rollout.weights)))
-        first = TeacherTargets.by_row((self.targets.rows or ())[: len(some)], rollout.weights.size(1))
-        with whole_head(trainer.model) as head, gathered_head(*teachers.heads, teachers.origin_head):
-            return samples_of(
-                *(first.hidden.to(rollout.weights.device), head, teachers.heads, rollout, targets, some),
-                objective=trainer.current_objective,
-                origin=teachers.origin_head,
+            hidden_BCH = scored(itself, rollout).hidden.to(rollout.weights.device)
+            floor, context = _noise(trainer, batch), _without_context(trainer, batch)
+        with whole_head(trainer.model) as head, gathered_head(*teachers.heads, origin := teachers.origin_head):
+            compared = hidden_BCH, head, teachers.heads, rollout, batch.targets
+            tokens = tokens_of(*compared, objective, origin)
+            samples = samples_of(
+                *compared,
+                range(min(_SHOWN, len(inputs))),
+                objective=objective,
+                origin=origin,
                 tokenizer=trainer.processing_class,
                 placeholders=trainer.placeholders,
                 names=list(teachers),
             )
+        carried, ends = np.sort(tokens.loss.abs())[::-1].cumsum(), tokens[tokens.token.isin(trainer.eos_token_ids)]
+        quarter = np.searchsorted(np.quantile(tokens.entropy, (0.25, 0.5, 0.75)), tokens.entropy)
+        found = Audit(
+            name=name,
+            rows=len(inputs),
+            tokens=len(tokens),
+            objective=str(trainer.divergence),
+            student=None if rewards is None else Mean.of(rewards),
+            student_clipped=_clipped(trainer, rollout),
+            entropy=tokens.entropy.mean(),
+            loss=tokens.loss.mean(),
+            reverse=tokens.reverse.mean(),
+            forward=tokens.forward.mean(),
+            floor=floor,
+            context=context,
+            by_tenth=tokens.groupby("tenth").loss.mean().reindex(range(TENTHS)).tolist(),
+            by_entropy=tokens.groupby(quarter).loss.mean().reindex(range(4)).tolist(),
+            carries=float((np.searchsorted(carried, 0.8 * carried[-1]) + 1) / len(tokens)) if carried[-1] else 1.0,
+            at_ends=float(np.exp(ends.teacher.mean())),
+            teacher_nats=tokens.teacher.mean(),
+            vocabulary=trainer.teaching.vocabulary or shape_of(teachers.heads[0])[0],
+            samples=tuple(samples),
+        )
+        if rewards is None or np.isnan(rewards).all():
+            return replace(found, cannot="there are no rewards" if rewards is None else "no completion got a reward")
+        means = (tokens.teacher - tokens.student).groupby(tokens.row).mean().reindex(range(len(inputs))).to_numpy()
+        return replace(
+            found, correlation=_correlation(means, rewards), **_tried(trainer, inputs, batch, rewards, tokens)
+        )
 
 
-def _measured(
-    trainer: OPSDTrainer, inputs: list[dict[str, Any]], written: Episode, student: Student, name: str
-) -> tuple[Measured, Tokens, TeacherTargets]:
-    """Everything of the trainer's present teachers, and their targets."""
-    rollout, rows, teachers = written.rollout, written.rows, trainer.teachers
-    names = [row.request.teacher for row in rows]
-    start = perf_counter()
-    with autocast(trainer.accelerator):
-        targets = kept_by_row(trainer.teach(rollout, rows), rollout.weights)
-    seconds = perf_counter() - start
-    tokens = student.beside(trainer, rollout, targets)
-    read = trainer.teaching.prompts.read(rollout, rows)
-    floor, in_bfloat16 = _noise(trainer, read, names, targets)
-    ends = np.isin(_sampled(rollout), trainer.eos_token_ids)
-    found = Measured(
-        name=name,
-        loss=float(tokens.loss.mean()),
-        reverse=float(tokens.reverse.mean()),
-        forward=float(tokens.forward.mean()),
-        floor=floor,
-        in_bfloat16=in_bfloat16,
-        by_tenth=tokens.by(tokens.tenth, TENTHS, tokens.loss),
-        by_entropy=tokens.by(tokens.quartile, 4, tokens.loss),
-        at_ends=float(np.exp(tokens.teacher[ends].mean())) if ends.any() else float("nan"),
-        first_three=float(tokens.loss[tokens.place < 3].mean()) if (tokens.place < 3).any() else float("nan"),
-        teacher_nats=float(tokens.teacher.mean()),
-        vocabulary=trainer.teaching.vocabulary or shape_of(teachers.heads[0])[0],
-        carries=tokens.share_for(0.8),
-        below_floor=float((tokens.forward <= floor).mean()),
-        explained=tokens.explained,
-        apart_from=_contexts(trainer, written, targets),
-        seconds=seconds,
-    )
-    if written.rewards is None:
-        return replace(found, cannot="there are no rewards"), tokens, targets
-    if np.isnan(written.rewards).all():
-        return replace(found, cannot="no completion got a reward"), tokens, targets
-    both = [
-        with_rewards(tokens.of_rows(one, len(rows)), written.rewards) for one in (tokens.advantage, tokens.unexplained)
-    ]
-    found = replace(found, correlation=both[0], beyond_control=both[1].value)
+# ---- Completions -----------------------------------------------------------------------------------------------------
+
+
+def _rows_of(dataset: Any, rows: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of the dataset, the same in each audit of a run."""
+    if isinstance(dataset, Dataset):
+        return [dataset[int(row)] for row in np.random.default_rng(seed).permutation(len(dataset))[:rows]]
+    return list(islice(dataset or (), rows))
+
+
+@contextmanager
+def _as_in_training(trainer: OPSDTrainer) -> Iterator[None]:
+    """Evaluations sample as trainings do, and log no texts."""
+    args, given = trainer.args, (trainer.args.eval_temperature, trainer.log_completions)
+    args.eval_temperature, trainer.log_completions = None, False
     try:
-        complete = {one: completer(trainer, one) for one in dict.fromkeys(names)}
+        with preserved_mode(trainer.model):
+            trainer.model.eval()
+            yield
+    finally:
+        args.eval_temperature, trainer.log_completions = given
+
+
+def _completed(trainer: OPSDTrainer, inputs: list[dict[str, Any]]) -> tuple[Batch, np.ndarray | None]:
+    """The rows as an evaluation of their own completes and scores them, and their rewards, NaN for one without any.
+
+    Environments are reset with the same seeds in each, so that a row is the same task whoever completes it.
+    """
+    rewards = trainer.methods.get(Rewards)
+    with trainer.evaluating("audit"):
+        batch = trainer.score(inputs)
+        return batch, rewards.of_evaluation().numpy() if rewards is not None and rewards.given else None
+
+
+def _clipped(trainer: OPSDTrainer, rollout: Rollout) -> float:
+    ends = {*trainer.eos_token_ids}
+    return float(np.mean([not ids or ids[-1] not in ends for ids in rollout.completion_lists()]))
+
+
+def _prompts(rollout: Rollout) -> list[list[int]]:
+    """The prompts, with their images."""
+    images = rollout.images or [None] * len(rollout.weights)
+    return [PromptIds(ids, seen) for ids, seen in zip(rollout.prompt_lists(), images, strict=True)]
+
+
+def _tried(
+    trainer: OPSDTrainer, inputs: list[dict[str, Any]], batch: Batch, rewards: np.ndarray, tokens: DataFrame
+) -> dict[str, Any]:
+    """What teachers make of the same prompts, and of the places where the student's mistakes have led it."""
+    rollout, names = batch.rollout, [row.request.teacher for row in batch.rows]
+    try:
+        writers = {one: trainer.teacher_rollout(one).complete for one in dict.fromkeys(names)}
     except ValueError as error:
-        return replace(found, cannot=str(error)), tokens, targets
-    return replace(found, **tried(trainer, inputs, written, tokens, complete)), tokens, targets
+        return {"cannot": str(error)}
+    mine, theirs = _prompts(rollout), _prompts(trainer.teaching.prompts.read(rollout, batch.rows))
+    of_teacher: tuple[list[list[int]], list[Complete]] = theirs, [writers[one] for one in names]
+    of_student: tuple[list[list[int]], list[Complete]] = mine, [trainer.complete] * len(names)
+    ends, most = trainer.eos_token_ids, trainer.limits.completion
 
+    def after(begun: Sequence[list[int]], by: tuple[list[list[int]], list[Complete]]) -> tuple[Batch, np.ndarray]:
+        with trainer.generating_with(Replay(mine, begun, *by, ends, most)):
+            done, their_rewards = _completed(trainer, inputs)
+        assert their_rewards is not None, "there are reward functions"
+        return done, their_rewards
 
-def _contexts(trainer: OPSDTrainer, written: Episode, targets: TeacherTargets) -> dict[str, float]:
-    """How far teachers are from themselves where they read the student's prompt, or the context of the next row."""
-    rollout, rows, teaching = written.rollout, written.rows, trainer.teaching
-    read = teaching.prompts.read(rollout, rows)
-    if all(one is None for one in (read.images or [None])) and read.prompt_lists() == rollout.prompt_lists():
-        return {}
-    found, names = {}, [row.request.teacher for row in rows]
-    own, intake = teaching.prompts.own(rows, rollout.completion_lists()), teaching.readers.intake
-    others = zip(rows, [*rows[1:], rows[0]], [*own[1:], own[0]], strict=True)
-    for name in CONTEXTS:
-        other = rollout
-        if name == "shuffled":
-            other = teaching.prompts.read(rollout, [_in_context_of(intake, *one) for one in others])
-        with suppress(ValueError), autocast(trainer.accelerator):  # a context that does not fit another row
-            found[name] = apart(
-                targets,
-                kept_by_row(trainer.teachers.targets(other, names), rollout.weights),
-                trainer.teachers.heads,
-                rollout,
-                trainer.current_objective,
-            )
+    start, own = after([[]] * len(mine), of_teacher)
+    found: dict[str, Any] = {
+        "own": Mean.of(own),
+        "knows": Mean.of(own - rewards),
+        "clipped": _clipped(trainer, start.rollout),
+    }
+    # After the sampled token that the teacher likes least against the student, which is the mistake: where both differ
+    # most the token may be right, and so what follows. In rows that are worse than others, where something is left.
+    cuts = {}
+    for row, ids in enumerate(rollout.completion_lists()):
+        its = tokens[tokens.row == row]
+        if len(its) and rewards[row] < max(np.nanmax(own), np.nanmax(rewards)):
+            end = int(its.place[(its.teacher - its.student).idxmin()]) + 1
+            if end < len(ids) - 1 or (end < len(ids) and ids[end] not in ends):
+                cuts[row] = ids[:end]
+    if len(cuts) >= FEW:
+        # All rows, so that environments get the same seeds; the others end at once.
+        begun, some = [cuts.get(row, ends[:1]) for row in range(len(mine))], list(cuts)
+        (_, their_rewards), (_, my_rewards) = after(begun, of_teacher), after(begun, of_student)
+        found["recovers"] = Mean.of(their_rewards[some] - my_rewards[some])
+        found["after"] = Mean.of(their_rewards[some]), Mean.of(my_rewards[some])
     return found
 
 
-def _in_context_of(intake: Any, row: BatchRow, other: BatchRow, prompt: Any) -> BatchRow:
-    """The row, whose teacher reads the context of another, or its whole prompt where that is no column."""
-    if (column := "privileged_context") in row and column in other:
-        return replace(row, request=intake.read({**row, column: other[column]}, row.request.where))
-    processor = intake.processors.get(row.request.teacher, intake.processors.get("", ""))
-    if prompt.has_images and processor is None:
-        raise ValueError("The teacher reads text only, and the other row has images.")
-    prompt = replace(prompt, processor=processor) if prompt.has_images else prompt
-    return replace(row, request=replace(row.request, of_teacher=prompt))
+# ---- Tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _noise(trainer: OPSDTrainer, read: Rollout, names: Sequence[str], targets: TeacherTargets) -> tuple[float, float]:
-    """KL between computations of the same targets: of each row alone, or of replicas; and in bfloat16."""
-    teachers, objective = trainer.teachers, trainer.current_objective
+@torch.no_grad()
+def tokens_of(
+    hidden_BCH: Tensor,
+    head: OutputHead,
+    heads: Sequence[OutputHead],
+    rollout: Rollout,
+    targets: TeacherTargets,
+    objective: Objective,
+    origin: OutputHead | None = None,
+) -> DataFrame:
+    """A line for every token that counts, in nats: the run's divergence `loss`, the KLs `reverse` and `forward` over
+    the whole vocabulary, the student's `entropy`, and the log-probabilities of the sampled `token`.
+    """
+    parts, device = [], head.weight.device
+    lengths = torch.tensor([len(ids) for ids in rollout.completion_lists()])
+    for share in tokens_by_teacher(heads, targets, rollout.weights, origin=origin):
+        its, how = heads[share.teacher], (objective.chunk_tokens, objective.vocabulary)
+        mine, theirs = (share.of_student(hidden_BCH, device), head), (share.of_teacher(device), its)
+        sampled = share.of_tokens(rollout, device)
+        references = {
+            name: (share.of_teacher(device, name), head_of_reference(name, its, origin))
+            for name in share.reference_states
+        }
+        loss = objective.of(mine, theirs, None, replace(sampled, nll_weight=None), references)
+        row_n, place_n = share.places_N // rollout.weights.size(1), share.places_N % rollout.weights.size(1)
+        columns = {
+            "loss": loss.divergence,
+            "reverse": _kl(ReverseKL(), objective, mine, theirs),
+            "forward": _kl(ForwardKL(), objective, mine, theirs),
+            "entropy": loss.student_entropy,
+            "student": -streamed_entropy(LazyLogits(*mine, objective.temperatures[0]), *how, sampled.ids),
+        }
+        if isinstance(its, TokenHead):
+            columns["teacher"] = KnownTokens.unpack(theirs[0]).logprobs[:, 0]
+        else:
+            columns["teacher"] = -streamed_entropy(LazyLogits(*theirs, objective.temperatures[1]), *how, sampled.ids)
+        index = {"row": row_n, "place": place_n, "tenth": place_n * TENTHS // lengths[row_n], "token": sampled.ids}
+        numbers = {name: nats.cpu().double() for name, nats in columns.items()}
+        parts.append(DataFrame({name: one.cpu() for name, one in index.items()} | numbers))
+    return concat(parts, ignore_index=True)
 
-    def alone() -> TeacherTargets:
-        each = [teachers.targets(read.select([row]), [names[row]]) for row in range(len(names))]
-        rows = [kept_by_row(one, read.weights[row : row + 1]).rows for row, one in enumerate(each)]
-        return TeacherTargets.by_row(
-            [row for some in rows for row in some or ()], read.weights.size(1), targets.teacher
-        )
 
-    with autocast(trainer.accelerator):
-        floor = apart(targets, alone(), teachers.heads, read, objective)
-    device = trainer.accelerator.device.type
-    with torch.autocast(device, dtype=torch.bfloat16):
-        halved = kept_by_row(teachers.targets(read, names), read.weights)
-    in_bfloat16 = apart(targets, halved, teachers.heads, read, objective)
+def _kl(
+    kind: Divergence, of: Objective, student: tuple[Tensor, OutputHead], teacher: tuple[Tensor, OutputHead]
+) -> Tensor:
+    plain = Objective(
+        divergence=kind, temperatures=of.temperatures, chunk_tokens=of.chunk_tokens, vocabulary=of.vocabulary
+    )
+    return plain.of(student, teacher, None, None).divergence
+
+
+@torch.no_grad()
+def _apart(trainer: OPSDTrainer, rollout: Rollout, one: TeacherTargets, other: TeacherTargets) -> float:
+    """The mean KL of a computation of the teachers from another; NaN where only some tokens are known."""
+    nats, objective, teachers = [], trainer.current_objective, trainer.teachers
+    objective = replace(objective, temperatures=(objective.temperatures[1],) * 2)
+    if not teachers.are_whole:
+        return float("nan")
+    with gathered_head(*teachers.heads):
+        both = (tokens_by_teacher(teachers.heads, each, rollout.weights) for each in (one, other))
+        for first, second in zip(*both, strict=True):
+            head = teachers.heads[first.teacher]
+            read = [(each.of_teacher(head.weight.device), head) for each in (second, first)]
+            nats.append(_kl(ForwardKL(), objective, *read))
+    return float(torch.cat(nats).mean())
+
+
+def _without_context(trainer: OPSDTrainer, batch: Batch) -> float | None:
+    """KL of the teachers from themselves where they read the student's prompt, if they read something else."""
+    rollout, read = batch.rollout, trainer.teaching.prompts.read(batch.rollout, batch.rows)
+    if read.prompt_lists() == rollout.prompt_lists() and not any(read.images or ()):
+        return None
+    other = trainer.teachers.targets(rollout, [row.request.teacher for row in batch.rows])
+    return _apart(trainer, rollout, batch.targets, kept_by_row(other, rollout.weights))
+
+
+def _noise(trainer: OPSDTrainer, batch: Batch) -> float:
+    """KL between two computations of the same targets: of all rows together and each alone, or of replicas."""
+    read, teachers, known = (
+        trainer.teaching.prompts.read(batch.rollout, batch.rows),
+        trainer.teachers,
+        list[RowTargets](),
+    )
+    for row, of_row in enumerate(batch.rows):
+        alone = read.select([row])
+        known += kept_by_row(teachers.targets(alone, [of_row.request.teacher]), alone.weights).rows or ()
+    again = TeacherTargets.by_row(known, read.weights.size(1), batch.targets.teacher)
     # Servers that tell some tokens have no states to compare, but their own noise.
-    return max(0.0, float(np.fmax(floor, np.nan if teachers.noise is None else teachers.noise))), in_bfloat16
+    return max(0.0, float(np.fmax(_apart(trainer, read, batch.targets, again), teachers.noise or np.nan)))
 
 
-def _sampled(rollout: Rollout) -> np.ndarray:
-    """[N], the ids of the tokens that count."""
-    return rollout.completion_ids.cpu()[rollout.weights.cpu() != 0].numpy()
+def _correlation(one: np.ndarray, other: np.ndarray) -> Mean:
+    """Pearson's with its standard error; 0 where one of both does not vary."""
+    known = ~np.isnan(one) & ~np.isnan(other)
+    one, other = one[known], other[known]
+    value = float(np.corrcoef(one, other)[0, 1]) if len(one) > 1 and one.std() and other.std() else 0.0
+    return Mean(value, float(((1 - value**2) / max(len(one) - 2, 1)) ** 0.5), len(one))

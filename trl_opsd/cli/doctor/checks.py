@@ -5,13 +5,11 @@ N completion tokens · H hidden size
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,7 +22,8 @@ from rich.text import Text
 from torch import Tensor
 
 from trl_opsd._compat.versions import installed, outside, remedy
-from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, Settings
+from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, models_of
+from trl_opsd.cli.train.options import RunOptions
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.data.tokenization import check_that_all_is_read, check_token_maps, largest_id
@@ -34,7 +33,7 @@ from trl_opsd.models.probes import GRADIENTS, HEAD, IMAGES, PADDING, Doubt, Find
 from trl_opsd.models.tokenizers import ensure_special_tokens
 from trl_opsd.rollout import FixedRollout, RolloutBackend
 from trl_opsd.trainer import OPSDTrainer
-from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
+from trl_opsd.types import LazyLogits, OutputHead, Rollout
 
 # ---- Tokenizers and chat templates -----------------------------------------------------------------------------------
 
@@ -69,10 +68,7 @@ def same_sizes(pair: Pair) -> str:
     """Both heads have a row for each token."""
     shared, rows, tokens = pair.vocabulary, pair.student.rows, largest_id(pair.student.tokenizer) + 1
     if tokens > rows:
-        raise ValueError(
-            f"The tokenizer has {tokens} tokens, but both heads have {rows} rows: use the tokenizer the models were "
-            "trained with."
-        )
+        raise ValueError(f"The tokenizer has {tokens} tokens, but both heads have {rows} rows: use the models' own.")
     if shared is None:
         return f"Both heads have {rows} rows."
     return f"Heads of {rows} and {pair.teacher.rows} rows; the {shared} ids of the tokenizer are compared."
@@ -83,10 +79,7 @@ def end_token(pair: Pair) -> str:
     tokenizer = pair.student.tokenizer
     ensure_special_tokens(tokenizer, pair.student.rows)
     if tokenizer.eos_token not in (known := pair.student.ends):
-        raise Doubt(
-            f"The end token is {tokenizer.eos_token!r} in the tokenizer and {', '.join(map(repr, known))} in the "
-            "generation config: make them agree, or completions may not end at the tokenizer's."
-        )
+        raise Doubt(f"The end token is {tokenizer.eos_token!r} in the tokenizer, {known} in the generation config.")
     return f"{tokenizer.eos_token!r}, id {tokenizer.eos_token_id}."
 
 
@@ -102,21 +95,14 @@ def template(pair: Pair) -> str:
     check_that_all_is_read([_QUESTION, _ANSWER, _QUESTION], lambda marked: rendered(*marked), "A conversation")
     opening = rendered(_QUESTION).removeprefix(rendered(_QUESTION, opened=False))
     if not opening:
-        raise ValueError(
-            "The chat template ignores `add_generation_prompt`, so the student would have to generate the start of its "
-            "own turn. Use a template with a generation prompt, such as that of an instruct model."
-        )
+        raise ValueError("The chat template ignores `add_generation_prompt`: use that of an instruct model.")
     if pair.cross_tokenizer is None and theirs.chat_template and rendered(_QUESTION, by=theirs) != rendered(_QUESTION):
-        raise Doubt(
-            "The chat templates of teacher and student render a conversation differently, and the student's is used "
-            "for both: the teacher sees a format it was not trained on."
-        )
+        raise Doubt("The teacher's chat template differs, and the student's is used for both.")
     after = rendered(_QUESTION, _ANSWER, opened=False).rpartition(_ANSWER["content"])[2]
     if pair.student.ends and not any(token in after for token in pair.student.ends):
         raise Doubt(
             f"After an answer the chat template renders {after!r}, which contains no end token "
-            f"({', '.join(pair.student.ends)}): a model trained on it never learned to stop, so completions run to "
-            "their limit."
+            f"({', '.join(pair.student.ends)}): completions may run to their limit."
         )
     return f"Opens an answer with {opening!r}."
 
@@ -140,10 +126,7 @@ def repeats(pair: Pair) -> str:
     first, again = (pair.teacher.model(input_ids=ids_BL, use_cache=False).logits.float().nan_to_num() for _ in range(2))
     gap = float((first - again).abs().max() / first.abs().max().clamp(min=1e-30))
     if gap > _ALIKE:
-        raise ValueError(
-            f"The teacher's logits differ by {gap:.1e} of the largest between two forward passes over the same tokens: "
-            "it draws random numbers, or keeps state between passes."
-        )
+        raise ValueError(f"Two forward passes differ by {gap:.1e} of the largest logit: it draws random numbers.")
     return f"Two forward passes agree {f'up to {gap:.0e} of the largest logit' if gap else 'bit for bit'}."
 
 
@@ -153,10 +136,7 @@ def depends_on_input(pair: Pair) -> str:
     states_NH = _logits_after(pair, "teacher", pair.read_by("student")).hidden
     spread, largest = (states_NH - states_NH.mean(0)).abs().max(), states_NH.abs().max()
     if spread < _ALIKE * largest:
-        raise ValueError(
-            f"The teacher has the same hidden state at all {len(states_NH)} tokens, whatever its input: its weights "
-            "are zeroed or were not loaded; reload it."
-        )
+        raise ValueError(f"The teacher has the same hidden state at all {len(states_NH)} tokens: reload its weights.")
     return f"States differ between tokens by up to {spread / largest:.2g} of the largest value."
 
 
@@ -164,7 +144,7 @@ def zero_with_itself(pair: Pair) -> str:
     """A model as its own teacher has divergence and gradient 0."""
     mine = _logits_after(pair, "student")
     for name, divergence in _DIVERGENCES.items():
-        largest = _largest(_compared(streamed_divergence, mine, mine, divergence))
+        largest = _largest(_compared(mine, mine, divergence))
         if not largest < _ROUNDING:
             raise ValueError(f"`{name}` between the student and itself, or its gradient, is {largest:.2g}: expected 0.")
     return f"{', '.join(_DIVERGENCES)}: 0, with gradient 0."
@@ -176,13 +156,12 @@ def equals_reference(pair: Pair) -> str:
     for name, divergence in _DIVERGENCES.items():
         expected = _reference(mine, yours, divergence, pair.vocabulary)
         for chunk in (1, 7, None):  # the smallest tile, one that divides nothing, and all tokens
-            found = _compared(streamed_divergence, mine, yours, divergence, chunk, pair.vocabulary)
+            found = _compared(mine, yours, divergence, chunk, pair.vocabulary)
             pairs = zip(found, expected, strict=True)
             gap = _largest((one - exact) / exact.abs().max().clamp(min=_NOTHING) for one, exact in pairs)
             if not gap <= _ROUNDING:
                 raise ValueError(
-                    f"`{name}` with {chunk or 'all'} tokens at a time differs from its reference by {gap:.2g} of "
-                    "the largest value."
+                    f"`{name}` in tiles of {chunk or 'all'} tokens is off by {gap:.2g} of the largest value."
                 )
         said.append(f"{name} {expected[0].mean():.4g}")
     return f"Equal to float64 for any `loss_chunk_tokens`: {', '.join(said)} nats."
@@ -238,7 +217,6 @@ def _logits_after(pair: Pair, role: str, rollout: Rollout | None = None, trained
 
 
 def _compared(
-    function: Callable[..., PerToken],
     mine: LazyLogits,
     yours: LazyLogits,
     divergence: Divergence,
@@ -247,10 +225,9 @@ def _compared(
 ) -> tuple[Tensor, Tensor]:
     """[N] and [N, H], a divergence and its gradient with respect to the student's states."""
     student = replace(mine, hidden=mine.hidden.clone().requires_grad_())
-    value_N = function(student, yours, divergence, chunk_tokens=chunk, vocabulary=vocabulary).divergence
-    value_N.sum().backward()
-    assert student.hidden.grad is not None
-    return value_N.detach(), student.hidden.grad
+    value_N = streamed_divergence(student, yours, divergence, chunk_tokens=chunk, vocabulary=vocabulary).divergence
+    (gradient_NH,) = torch.autograd.grad(value_N.sum(), student.hidden)
+    return value_N.detach(), gradient_NH
 
 
 def _largest(found: Iterable[Tensor]) -> float:
@@ -258,32 +235,20 @@ def _largest(found: Iterable[Tensor]) -> float:
     return float(torch.stack([one.abs().max() for one in found]).max())
 
 
-_SLICE, _TOKENS_AT_ONCE = 2048, 16
-"""Rows of a head, and tokens, in float64 at once."""
-
-
 def _reference(
     mine: LazyLogits, yours: LazyLogits, divergence: Divergence, vocabulary: int | None
 ) -> tuple[Tensor, Tensor]:
-    """[N] and [N, H], float64: the reference and its gradient, without a copy of a head."""
-
-    def logits(one: LazyLogits, at: int) -> LazyLogits:
-        # They are themselves the logits of unit vectors as states, with logits as the head.
-        states_nH = one.hidden[at : at + _TOKENS_AT_ONCE].double()
-        logits_Vn = torch.cat([part.double() @ states_nH.T for part in one.head.weight.split(_SLICE)])
-        unit_nn = torch.eye(len(states_nH), dtype=torch.float64, device=states_nH.device)
-        return replace(one, hidden=unit_nn, head=replace(one.head, weight=logits_Vn.requires_grad_()))
-
-    value_N, gradient_NH = [], []
-    for at in range(0, len(mine.hidden), _TOKENS_AT_ONCE):
-        student, teacher = logits(mine, at), logits(yours, at)
-        value_n = dense_divergence(student, teacher, divergence, vocabulary=vocabulary).divergence
-        value_n.sum().backward(inputs=[student.head.weight])
-        assert student.head.weight.grad is not None
-        parts = zip(student.head.weight.grad.split(_SLICE), mine.head.weight.split(_SLICE), strict=True)
-        value_N.append(value_n.detach())
-        gradient_NH.append(sum(gradient_Rn.T @ part.double() for gradient_Rn, part in parts))
-    return torch.cat(value_N), torch.cat(gradient_NH)
+    """[N] and [N, H], float64 from the logits on: the reference and its gradient, without a copy of a head."""
+    # Logits are themselves those of unit vectors as states, with the logits as the head.
+    unit_NN = torch.eye(len(mine.hidden), dtype=torch.float64, device=mine.hidden.device)
+    logits_VN = [(one.head.weight @ one.hidden.T).double().requires_grad_() for one in (mine, yours)]
+    student, teacher = (
+        replace(one, hidden=unit_NN, head=replace(one.head, weight=weight))
+        for one, weight in zip((mine, yours), logits_VN, strict=True)
+    )
+    value_N = dense_divergence(student, teacher, divergence, vocabulary=vocabulary).divergence
+    (gradient_VN,) = torch.autograd.grad(value_N.sum(), logits_VN[:1])
+    return value_N.detach(), gradient_VN.float().T @ mine.head.weight
 
 
 # ---- What engines generate -------------------------------------------------------------------------------------------
@@ -336,8 +301,8 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
     gap = _largest([torch.tensor([_shortfall(pair, *row) for row in zip(asked, answered, strict=True)])])
     if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
-            f"{trainer.rollout}, decoding greedily, generated a token that is {gap:.3g} nats less likely than the most "
-            "likely one by the student's own logits: its weights differ from the student's, or its computation does."
+            f"{trainer.rollout}, decoding greedily, generated a token that is {gap:.3g} nats less likely than the "
+            "student's likeliest: its weights differ from the student's, or its computation does."
         )
     said = f"{sum(map(len, answered))} tokens, each the student's most likely (within {gap:.1g} nats)"
     told = recorded.get("rollout/logprob_gap")
@@ -358,18 +323,13 @@ def _shortfall(pair: Pair, prompt: list[int], completion: list[int]) -> float:
 # ---- Settings and versions -------------------------------------------------------------------------------------------
 
 
-def check_settings(settings: Settings | ValueError, student: str, teacher: str) -> str:
-    """Settings are known and consistent; `student` and `teacher` are those examined."""
+def check_settings(settings: RunOptions | ValueError, examined: tuple[str, str]) -> str:
+    """Settings are known and consistent, and of the models that are examined."""
     if isinstance(settings, ValueError):
         raise settings
-    config, warnings = settings.given.config, [*settings.warnings]
-    if config.use_vllm and not find_spec("vllm"):
-        warnings.append("`use_vllm=True` needs vllm, which is not installed here, where training refuses it.")
-    for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):
-        if named not in (None, examined):
-            warnings.append(f"The file sets the {role} {named!r}, but {examined!r} was examined.")
-    if warnings:
-        raise Doubt(" ".join(warnings))
+    for role, named, one in zip(("student", "teacher"), models_of(settings), examined, strict=True):
+        if named not in (None, one):
+            raise Doubt(f"The file sets the {role} {named!r}, but {one!r} was examined.")
     return "All settings are known and consistent."
 
 
@@ -427,17 +387,18 @@ CHECKS: tuple[Probe[Pair], ...] = (
 _VLLM: Probe[Pair] = Probe("vLLM rollout", partial(reproduces, use_vllm=True, vllm_mode="colocate"), needs=_GENERATES)
 
 
-def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
+def examine(pair: Pair, settings: RunOptions | ValueError | None = None, vllm: bool = False) -> list[Finding]:
     """All findings, in the order of the checks; `settings` are of a training, or why they cannot be read."""
     checks = [*CHECKS, *([_VLLM] if vllm else [])]
     if pair.cross_tokenizer:  # instead of what compares ids
         of_ids = {"tokenizers", "vocabularies"}
         checks = [one for one in checks if of_ids.isdisjoint((one.name, *one.needs))]
         checks.append(Probe("tokenizers", same_texts, needs=_BOTH))
-    checks += [_images(role) for role in ("student", "teacher") if getattr(pair, role).sees]
+    sees = [role for role in ("student", "teacher") if hasattr(getattr(pair, role).processing, "image_processor")]
+    checks += map(_images, sees)
     if settings:
         checks.append(
-            Probe("settings", lambda pair: check_settings(settings, pair.student.source, pair.teacher.source))
+            Probe("settings", lambda pair: check_settings(settings, (pair.student.source, pair.teacher.source)))
         )
     checks.append(Probe("versions", versions))
     # stdout has the answer alone.
@@ -452,17 +413,18 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped":
 def verdict(findings: Sequence[Finding]) -> str:
     """All findings in a sentence."""
     of = {kind: [one.name for one in findings if one.verdict == kind] for kind in _COLOURS}
-    rest = [
-        f"; {len(of[kind])} {said}" for kind, said in (("warning", "with warnings"), ("skipped", "skipped")) if of[kind]
-    ]
     passed = f"Ready: {len(of['ok'])} of {len(findings)} checks passed"
     failed = f"Not ready: {len(of['failed'])} of {len(findings)} checks failed ({', '.join(of['failed'])})"
-    return f"{failed if of['failed'] else passed}{''.join(rest)}."
+    told = [failed if of["failed"] else passed]
+    told += [
+        f"{len(of[one])} {said}" for one, said in (("warning", "with warnings"), ("skipped", "skipped")) if of[one]
+    ]
+    return f"{'; '.join(told)}."
 
 
-def document(pair: Pair, findings: Sequence[Finding]) -> str:
+def document(pair: Pair, findings: Sequence[Finding]) -> dict[str, Any]:
     """The findings as JSON."""
-    found = {
+    return {
         "student": pair.student.source,
         "teacher": pair.teacher.source,
         "tiny": pair.tiny,
@@ -470,7 +432,6 @@ def document(pair: Pair, findings: Sequence[Finding]) -> str:
         "verdict": verdict(findings),
         "checks": [asdict(one) for one in findings],
     }
-    return json.dumps(found, indent=2)
 
 
 def show(pair: Pair, findings: Sequence[Finding]) -> None:
@@ -483,7 +444,6 @@ def show(pair: Pair, findings: Sequence[Finding]) -> None:
     console.print(table)
     if pair.tiny:
         console.print(
-            f"\nBoth models were built with {LAYERS} random layers, narrow feed-forward parts and tied embeddings: "
-            "only heads' shapes, tokenizers and templates are the real ones."
+            f"\nOf both models {LAYERS} random layers: only heads, tokenizers and templates are the real ones."
         )
     console.print(f"\n{verdict(findings)}", highlight=False)

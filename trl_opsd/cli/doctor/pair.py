@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -19,10 +15,9 @@ from transformers.utils.logging import disable_progress_bar
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import OptionParser, RunOptions
-from trl_opsd.cli.train.script import check_options, set_loading
+from trl_opsd.cli.train.script import set_loading
 from trl_opsd.data.tokenization import shared_vocabulary
 from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer, tokenizer_at
@@ -60,11 +55,6 @@ class Side:
     tokenizer: PreTrainedTokenizerBase
     processing: Any = None
     """The processor, or a tokenizer again, as `AutoProcessor` loads it."""
-
-    @property
-    def sees(self) -> bool:
-        """Whether it reads images."""
-        return getattr(self.processing, "image_processor", None) is not None
 
     @property
     def rows(self) -> int:
@@ -126,84 +116,45 @@ class Pair:
         return Rollout.of([prompt * (1 + longer) for prompt in prompts], completions, self.device)
 
 
-def load_pair(
-    student: str,
-    teacher: str,
-    tiny: bool = False,
-    loading: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
-    cross_tokenizer: str | None = None,
-) -> Pair:
-    """Loads both models in float32, of the classes that a training loads; `loading` goes to `from_pretrained`."""
+def load_pair(student: str, teacher: str, tiny: bool = False, settings: RunOptions | None = None) -> Pair:
+    """Loads both models in float32, of the classes that a training with these settings loads."""
     disable_progress_bar()
     PartialState()  # which warnings need
-    path, place = tokenizer_at(teacher, loading[1])
-    named, configs, models = teacher, [], []
-    if (adapter := adapter_at(teacher, loading[1])) is not None:
-        adapter.check("teacher", "teacher_trust_remote_code")
-        loading, teacher = (loading[0], adapter.loading_of_base), adapter.base
-    places = [{"trust_remote_code": bool(one.get("trust_remote_code")), **place_of(one)} for one in loading]
-    for role, source, options in zip(("student", "teacher"), (student, teacher), loading, strict=True):
-        language_config(source, role, options, f"{'teacher_' * (role == 'teacher')}trust_remote_code")
-    if tiny:  # random weights; vocabulary, hidden size and head stay as they are
-        configs = [
-            shrunk(AutoConfig.from_pretrained(student, **places[0])),
-            shrunk(AutoConfig.from_pretrained(teacher, **places[1])),
-        ]
-        needed, free = tiny_bytes(*configs), free_bytes()
-        says = f"`--tiny` needs about {needed / 1e9:.1f} GB of memory for these heads; {free / 1e9:.1f} GB are free"
-        if needed > free:
-            raise ValueError(f"{says}: free some, use a larger machine, or examine a smaller model of each family.")
-        print(f"{says}.", file=sys.stderr, flush=True)
+    mine, theirs = ({}, {}) if settings is None else loading(settings)
+    path, place = tokenizer_at(teacher, theirs)
+    base = teacher
+    if (adapter := adapter_at(teacher, theirs)) is not None:
+        adapter.check("teacher")
+        theirs, base = adapter.loading_of_base, adapter.base
+    models: list[PreTrainedModel] = []
+    trusted: list[dict[str, Any]] = []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    for number, (role, source) in enumerate({"student": student, "teacher": teacher}.items()):
-        if tiny:
-            torch.manual_seed(number)  # different weights, or the divergence would be 0
-            model: PreTrainedModel = without_weights(configs[number], torch.float32)
+    for role, source, options in (("student", student, mine), ("teacher", base, theirs)):
+        language_config(source, role, options)
+        trusted.append({"trust_remote_code": bool(options.get("trust_remote_code")), **place_of(options)})
+        if tiny:  # random weights, other ones for each, or the divergence would be 0
+            torch.manual_seed(len(models))
+            config = shrunk(AutoConfig.from_pretrained(source, **trusted[-1]))
+            model = without_weights(config, torch.float32)
         else:
-            options = {"dtype": "float32", "device_map": None, "use_safetensors": True, **loading[number]}
             with whole_checkpoint(role):
-                model = create_model_from_path(source, **options)
+                given = {"dtype": "float32", "device_map": None, "use_safetensors": True, **options}
+                model = create_model_from_path(source, **given)
             if adapter is not None and role == "teacher":
                 model = adapter.put_on(model, role)
         models.append(model.to(device).eval())
-    processing = loaded_processing_class(student, loading[0], places[0]["trust_remote_code"])
-    tokenizer, theirs, reads = text_tokenizer(processing), None, None
+    processing = loaded_processing_class(student, mine, trusted[0]["trust_remote_code"])
+    tokenizer, own, reads = text_tokenizer(processing), None, None
     if has_tokenizer(path, place_of(place)):
-        theirs = AutoTokenizer.from_pretrained(path, **{**places[1], **place_of(place)})
-        reads = processor_at(teacher, places[1])
+        own = AutoTokenizer.from_pretrained(path, **{**trusted[1], **place_of(place)})
+        reads = processor_at(base, trusted[1])
     return Pair(
         student=Side(student, models[0], tokenizer, processing),
-        teacher=Side(named, models[1], theirs or tokenizer, reads),
+        teacher=Side(teacher, models[1], own or tokenizer, reads),
         tiny=tiny,
-        assumes_tokenizer=theirs is None,
-        cross_tokenizer=cross_tokenizer,
+        assumes_tokenizer=own is None,
+        cross_tokenizer=None if settings is None else settings.config.cross_tokenizer,
     )
-
-
-_LIBRARIES = 1_500_000_000
-"""Bytes of a process that has imported all that the checks need."""
-_LOGITS = 512
-"""Numbers in float64 for each token of the vocabulary, that the reference of the loss needs."""
-
-
-def tiny_bytes(*configs: PretrainedConfig) -> int:
-    """Bytes that the checks of a student and a teacher need at most, in float32."""
-    with torch.device("meta"):
-        models = [without_weights(config, torch.float32) for config in configs]
-    (mine, yours) = (4 * sum(one.numel() for one in model.parameters()) for model in models)
-    (head, its_head) = (4 * model_shape(model)[0] * model_shape(model)[1] for model in models)
-    rows = max(model_shape(model)[0] for model in models)
-    # Weights; then the student's gradients, with that of its head while it is added, or both heads in bfloat16, or the
-    # teacher's embeddings until they are tied.
-    return mine + yours + max(mine + 2 * head, (head + its_head) // 2, its_head) + 8 * _LOGITS * rows + _LIBRARIES
-
-
-def free_bytes() -> int:
-    """Free bytes of the device that models are loaded on."""
-    if torch.accelerator.is_available():
-        return int(torch.accelerator.get_memory_info()[0])
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
@@ -223,36 +174,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 # ---- The settings of a training, from its file ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings in a file."""
-
-    given: RunOptions
-    warnings: tuple[str, ...]
-    """Warnings of this package when they are read."""
-
-    @property
-    def models(self) -> tuple[str | None, str | None]:
-        """Student and teacher, as the file names them; the student twice in self-distillation."""
-        student, config = self.given.model.model_name_or_path, self.given.config
-        return student, config.teacher_model_name_or_path or (config.teacher_model_kind and student)
-
-    @property
-    def loading(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """How student and teacher are loaded, but for their dtypes: location, trusted code, attention."""
-        config = self.given.config
-        of_student = {"trust_remote_code": config.trust_remote_code, **(config.model_init_kwargs or {})}
-        of_teacher = {**(config.teacher_model_init_kwargs or {}), **location(config)}
-        return _kept(of_student), _kept(of_teacher if config.teacher_model_kind is None else of_student)
-
-
-def _kept(loading: Mapping[str, Any]) -> dict[str, Any]:
-    is_exact = loading.get("attn_implementation") in ("eager", "sdpa")  # the others do not compute in float32
-    names = (*LOCATION_OPTIONS, *["attn_implementation"] * is_exact)
-    return {name: loading[name] for name in names if loading.get(name) is not None}
-
-
-def read_settings(file: str) -> Settings:
+def read_settings(file: str) -> RunOptions:
     """The settings in a file of `trl-opsd train`; a `ValueError` if the parser rejects it."""
 
     def refuse(message: str) -> NoReturn:
@@ -260,23 +182,26 @@ def read_settings(file: str) -> Settings:
 
     parser = OptionParser(prog="trl-opsd train", launch_options=launch_options())
     parser.error = refuse  # type: ignore[method-assign]
-    with collected() as warned:
-        given = parser.given(["--config", file])
-        check_options(given)
-        set_loading(given.extra, given.config, given.model)
-    return Settings(given, tuple(warned))
+    given = parser.given(["--config", file])
+    set_loading(given.extra, given.config, given.model)
+    return given
 
 
-@contextmanager
-def collected() -> Iterator[list[str]]:
-    """Collects the warnings of this package instead of printing them."""
-    found: list[str] = []
-    logger, handler = logging.getLogger("trl_opsd"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    propagates, logger.propagate = logger.propagate, False  # else handlers of the root logger would print them
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagates
+def models_of(settings: RunOptions) -> tuple[str | None, str | None]:
+    """Student and teacher, as the settings name them; the student twice in self-distillation."""
+    student, config = settings.model.model_name_or_path, settings.config
+    return student, config.teacher_model_name_or_path or (config.teacher_model_kind and student)
+
+
+def loading(settings: RunOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How student and teacher are loaded, but for their dtypes: location, trusted code, attention."""
+    config = settings.config
+    of_student = {"trust_remote_code": config.trust_remote_code, **(config.model_init_kwargs or {})}
+    of_teacher = {**(config.teacher_model_init_kwargs or {}), **location(config)}
+    return _kept(of_student), _kept(of_teacher if config.teacher_model_kind is None else of_student)
+
+
+def _kept(loading: Mapping[str, Any]) -> dict[str, Any]:
+    is_exact = loading.get("attn_implementation") in ("eager", "sdpa")  # the others do not compute in float32
+    names = (*LOCATION_OPTIONS, *["attn_implementation"] * is_exact)
+    return {name: loading[name] for name in names if loading.get(name) is not None}

@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
-from trl_opsd.losses.elementwise import EVERY
-from trl_opsd.losses.side import STRIDE_ELEMENTS
-from trl_opsd.losses.streamed import _GROUP_TILES, tile_of
+from trl_opsd.losses.streamed import tile_of
 from trl_opsd.teacher.frozen import PASS_BYTES
 from trl_opsd.types.targets import CACHE_BYTES
 
@@ -24,7 +21,6 @@ _BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
 """Of an engine: maximum tokens in a forward pass, and bytes of CUDA graphs and workspace, an assumption."""
 _SENT, _PROBED = 256_000_000, 2 * 80
 """Bytes of weights gathered at once to be sent to it, and tokens that a student reads to prove that they arrived."""
-
 TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
 """What generates: transformers, vLLM in the same process, without and with sleep mode, or a server."""
 ENGINES = {"transformers": (TRANSFORMERS,), "vllm": (AWAKE, ASLEEP), "server": (SERVER,)}
@@ -33,15 +29,19 @@ SHARE = 0.9
 """Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 _STEP = 0.05
 """Granularity of an engine's share of a device."""
-_PHASES = ("rollout", "scoring", "training")
-
-Parts = dict[str, int]
-"""Bytes by part."""
+_LINK = 32e9
+"""Bytes per second from the host's memory to the device: half of what PCIe 5 x16 can carry."""
+_KERNELS, _OF_ADAPTER, _LAUNCH = 52, 49, 15e-6
+"""Kernels of a decoding step in a layer of Qwen2, what LoRA adds to them, and seconds of host time of each in an eager
+step: between 7.6 microseconds measured on a CPU, which has no driver to call, and about 27 of the eager model with 32
+layers and 25.5 tokens per second on an A100 in pytorch.org/blog/accelerating-generative-ai-2."""
+_TOKEN = 3e-3
+"""Seconds of each step of an engine besides reading memory, for scheduler, graphs and sampler: an assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of training: rows of an optimizer step on one device, and their tokens."""
+    """The load of training: rows of an optimizer step on one device, their tokens, and what the device can do."""
 
     gpus: int
     batch: int
@@ -58,6 +58,10 @@ class Load:
     """Whether the loss also reads the student as it was passed: without an adapter a copy in float32."""
     contrast: bool = False
     """Whether the teacher also reads a contrast, with a bound of its push."""
+    flops: float = 400e12
+    """Per second: 40 % of the dense bfloat16 products in NVIDIA's data sheet of the H100 SXM."""
+    bandwidth: float = 2000e9
+    """Bytes per second from the device's memory: 60 % of what that states."""
 
     @property
     def itemsize(self) -> int:
@@ -71,11 +75,6 @@ class Load:
     def trained(self, student: Shape) -> int:
         """Parameters that are trained."""
         return student.parameters if self.lora is None else self.lora * student.linear
-
-    def kernels(self, student: Shape) -> int:
-        """Kernels that transformers launches for a token."""
-        alone, adapter = student.kernels()
-        return alone + adapter * (self.lora is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +91,6 @@ class Choice:
     engine: str = TRANSFORMERS
     """What generates."""
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether an engine leaves the device while the student is trained."""
-        return self.engine == ASLEEP
-
     def origin(self, load: Load) -> str:
         """Where the student as it was passed is kept: as a teacher in this process is, if it is a copy."""
         return "itself" if load.lora is not None else "none" if self.teacher == "served" else self.teacher
@@ -105,22 +99,9 @@ class Choice:
 # ---- Memory, in bytes ------------------------------------------------------------------------------------------------
 
 
-class States(NamedTuple):
-    """Bytes of the student on one device."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    """Weights of other devices while they are used."""
-    kept: int
-    """Gradient buckets that are kept between backward passes."""
-    reduced: int
-    """Those that only a backward pass needs."""
-
-
-def states(student: Shape, load: Load, sharding: str) -> States:
-    """What each way of sharding keeps of a student.
+def states(student: Shape, load: Load, sharding: str) -> tuple[int, int, int, int, int, int]:
+    """Bytes of the student on one device: weights, gradients, optimizer, weights of other devices while they are used,
+    gradient buckets that are kept between backward passes, and those that only a backward pass needs.
 
     An adapter is trained in float32, on weights that are frozen in half precision. DDP keeps a second copy of the
     gradients. DeepSpeed keeps weights in the dtype of products, gradients in that and in float32, and float32 weights
@@ -139,23 +120,23 @@ def states(student: Shape, load: Load, sharding: str) -> States:
     units = size * student.head * (load.lora is None) + (size + 4) * unit + 4 * unit // gpus
     mixed = size * trained
     return {
-        "single": States(frozen + 4 * trained, 4 * trained, 8 * trained, 0, 0, 0),
-        "ddp": States(frozen + 4 * trained, 4 * trained, 8 * trained, 0, 4 * trained, 0),
-        "fsdp2": States((frozen + 4 * trained) // gpus, 4 * trained // gpus, 8 * trained // gpus, layers, 0, units),
-        "zero2": States(frozen + mixed, mixed + 4 * trained // gpus, 12 * trained // gpus, 0, 0, bucket),
-        "zero3": States((frozen + mixed) // gpus, 4 * trained // gpus, 12 * trained // gpus, zero3, bucket, reduced),
-        "zero3_offload": States(0, 0, 0, zero3, bucket, reduced),
+        "single": (frozen + 4 * trained, 4 * trained, 8 * trained, 0, 0, 0),
+        "ddp": (frozen + 4 * trained, 4 * trained, 8 * trained, 0, 4 * trained, 0),
+        "fsdp2": ((frozen + 4 * trained) // gpus, 4 * trained // gpus, 8 * trained // gpus, layers, 0, units),
+        "zero2": (frozen + mixed, mixed + 4 * trained // gpus, 12 * trained // gpus, 0, 0, bucket),
+        "zero3": ((frozen + mixed) // gpus, 4 * trained // gpus, 12 * trained // gpus, zero3, bucket, reduced),
+        "zero3_offload": (0, 0, 0, zero3, bucket, reduced),
     }[sharding]
 
 
-def _of_teacher(teacher: Shape, kept: str, itemsize: int) -> tuple[int, int]:
-    """Bytes of a teacher on the device between its forward passes, and during one."""
-    whole, head = teacher.parameters, teacher.head
+def _of_frozen(model: Shape, kept: str, itemsize: int) -> tuple[int, int]:
+    """Bytes of a model that is not trained on the device between its forward passes, and during one."""
+    whole, head = model.parameters, model.head
     idle, active = {
         "none": (whole, whole),
         "cpu": (head, whole),
-        "stream": (head, head + teacher.embeddings + teacher.rest + 2 * teacher.layer),
-        "zero3": (0, max(3 * teacher.layer, head)),
+        "stream": (head, head + model.embeddings + model.rest + 2 * model.layer),
+        "zero3": (0, max(3 * model.layer, head)),
         "served": (head, head),
         "itself": (0, 0),
         "shared": (0, 0),
@@ -163,101 +144,93 @@ def _of_teacher(teacher: Shape, kept: str, itemsize: int) -> tuple[int, int]:
     return itemsize * idle, itemsize * active
 
 
-def _frozen(student: Shape, teacher: Shape, load: Load, choice: Choice) -> tuple[Parts, Parts]:
-    """Bytes of models that are not trained, outside of scoring and while it takes most: one reads after the other."""
-    idle, active = _of_teacher(teacher, choice.teacher, load.itemsize)
-    if not load.origin:
-        return {"idle teacher": idle}, {"active teacher": active}
-    its_idle, its_active = _of_teacher(student, choice.origin(load), 4)
-    first = {"active teacher": active, "idle origin": its_idle}
-    second = {"idle teacher": idle, "active origin": its_active}
-    scoring = max(first, second, key=lambda parts: sum(parts.values()))
-    return {"idle teacher": idle, "idle origin": its_idle}, scoring
-
-
 def phases(
     student: Shape, teacher: Shape, load: Load, choice: Choice, activations: Callable[..., int], engine: int = 0
-) -> dict[str, Parts]:
+) -> dict[str, dict[str, int]]:
     """Bytes by phase and part on one device; `engine` is what one in the same process takes while it is awake."""
     size, micro, sharding = load.itemsize, choice.micro, choice.sharding
-    of_student = states(student, load, sharding)
+    weights, gradients, optimizer, gathered, kept, reduced = states(student, load, sharding)
     by_zero3, by_loop = sharding.startswith("zero3"), choice.engine == TRANSFORMERS
     # Autocast keeps copies of trained weights; frozen ones are cast anew, and DeepSpeed casts once.
     copies = student.parameters * 2 * (load.half and sharding in ("single", "ddp") and load.lora is None)
     products = ("autocast" if copies else "bfloat16") if load.half else "float32"
-    whole = copies or (student.parameters * size if by_zero3 else of_student.gathered)
-    sent = max(min(_SENT, size * student.parameters), copies or of_student.gathered)
-    prompts = load.batch * ((load.row(student) - load.length) * student.width * size * 8 + student.vocabulary * 12)
     # The teacher's largest pass: at least one row, and what fits its budget beyond that.
     row = load.row(teacher)
     of_row = row * (teacher.half_bytes_per_token + row) * size // 2
     passes = max(of_row, min(PASS_BYTES, load.batch * of_row))
     # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
-    each = [
-        load.length * one for one in [teacher.width * size] * (1 + load.contrast) + [student.width * 4] * load.origin
-    ]
-    targets = sum(one * (load.batch if load.batch * one <= CACHE_BYTES else micro) for one in each)
+    each = [teacher.width * size] * (1 + load.contrast) + [student.width * 4] * load.origin
+    targets = sum(
+        load.length * one * (load.batch if load.batch * load.length * one <= CACHE_BYTES else micro) for one in each
+    )
     tile, head = loss(student, teacher, micro * load.length, load)
-    awake = None if choice.sleeps or not engine else engine
-    seen = [
-        student.images.of(load.batch, size) if by_loop else (None, None),
-        teacher.images.of(passes // of_row, size),
-        student.images.of(micro, size, load.checkpointing),
-    ]
-    idle, active = _frozen(student, teacher, load, choice)
-    before = of_student.gradients if by_zero3 else None  # which never frees them
-    kept = of_student.kept or None
-    table: dict[str, Sequence[int | None]] = {
-        "weights": [of_student.weights] * 3,
-        "optimizer": [of_student.optimizer] * 3,
-        **{name: [idle.get(name), active.get(name), idle.get(name)] for name in {**idle, **active}},
-        "gathered or cast weights": (
-            whole if by_loop else sent,
-            None,
-            of_student.gathered or (2 * student.head if copies else 0),
-        ),
-        "KV cache": (load.batch * student.cached(load.row(student)) * size if by_loop else None, None, None),
-        "activations": (prompts if by_loop else None, passes, activations(micro, products)),
-        "pixels": [pixels for pixels, _ in seen],
-        "vision tower": [tower for _, tower in seen],
-        "engine": (None if by_loop else engine, awake, awake),
-        "proof": (None if by_loop else _PROBED * student.vocabulary * (size + 8), None, None),
-        "targets": (None, targets, targets),
-        "gradients": (before, before, of_student.gradients),
-        BUCKETS: (kept, kept, of_student.kept + of_student.reduced),
-        "loss tile": (None, None, tile),
-        "gradient of the head": (None, None, head),
+    # Models that are not trained read one after the other, so the others are idle meanwhile.
+    frozen = {"teacher": _of_frozen(teacher, choice.teacher, size)}
+    if load.origin:
+        frozen["origin"] = _of_frozen(student, choice.origin(load), 4)
+    idle = {f"idle {name}": resting for name, (resting, _) in frozen.items()}
+    reads = max(frozen, key=lambda name: frozen[name][1] - frozen[name][0])
+    scoring = {**idle, f"idle {reads}": 0, f"active {reads}": frozen[reads][1]}
+    always = {"weights": weights, "optimizer": optimizer}
+    if by_loop:
+        whole = copies or (student.parameters * size if by_zero3 else gathered)
+        generates = {
+            "gathered or cast weights": whole,
+            "KV cache": load.batch * student.cached(load.row(student)) * size,
+            "activations": load.batch
+            * ((load.row(student) - load.length) * student.width * size * 8 + student.vocabulary * 12),
+            **student.images.of(load.batch, size),
+        }
+    else:
+        sent = max(min(_SENT, size * student.parameters), copies or gathered)
+        proof = _PROBED * student.vocabulary * (size + 8)
+        generates = {"gathered or cast weights": sent, "engine": engine, "proof": proof}
+    awake = {} if choice.engine == ASLEEP else {"engine": engine}
+    before = {"gradients": gradients * by_zero3, BUCKETS: kept}  # ZeRO-3 never frees the first
+    found = {
+        "rollout": {**always, **idle, **generates, **before},
+        "scoring": {
+            **always,
+            **scoring,
+            "activations": passes,
+            **teacher.images.of(passes // of_row, size),
+            **awake,
+            "targets": targets,
+            **before,
+        },
+        "training": {
+            **always,
+            **idle,
+            "gathered or cast weights": gathered or (2 * student.head if copies else 0),
+            "activations": activations(micro, products),
+            **student.images.of(micro, size, load.checkpointing),
+            **awake,
+            "targets": targets,
+            "gradients": gradients,
+            BUCKETS: kept + reduced,
+            "loss tile": tile,
+            "gradient of the head": head,
+        },
     }
-    columns = zip(*table.values(), strict=True)
-    return {
-        phase: {part: size for part, size in zip(table, column, strict=True) if size is not None}
-        for phase, column in zip(_PHASES, columns, strict=True)
-    }
+    return {phase: {part: int(size) for part, size in parts.items() if size} for phase, parts in found.items()}
 
 
-def _tiles(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
-    """Tokens whose logits the loss forms at once, and bytes of their tiles.
+def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
+    """Tokens whose logits the loss forms at once, of `tokens` in a micro-batch, and bytes of them.
 
-    One tile for student, teacher and contrast each; with an anchor one of its origin, and a copy of the student's.
+    One tile for student, teacher and contrast each; with an anchor one of its origin, and a copy of the student's. In
+    half precision four are collected for the gradient of the head; the vocabulary is ranked at every 16th token.
     """
-    tiles = 2 + load.contrast + 2 * load.origin
-    stride = -(-min(student.vocabulary, teacher.vocabulary) // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
-    group = _GROUP_TILES * load.itemsize if load.half else 0
-    tile = tile_of(tokens, stride * (4 * tiles + group), load.memory)
-    of_group = min(tokens, tile * _GROUP_TILES)
-    rounded = of_group * load.itemsize if load.half else 0
-    return tile, stride * (tile * 4 * tiles + rounded + -(-of_group // EVERY) * 8)
-
-
-def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> int:
-    """Tokens whose logits the loss forms at once, of `tokens` in a micro-batch."""
-    return _tiles(student, teacher, tokens, load)[0]
+    vocabulary, tiles = min(student.vocabulary, teacher.vocabulary), 2 + load.contrast + 2 * load.origin
+    tile = tile_of(tokens, vocabulary * (4 * tiles + 8 * load.half), load.memory)
+    group = min(tokens, 4 * tile)
+    return tile, vocabulary * (4 * tiles * tile + 2 * load.half * group + group // 2)
 
 
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
     """Bytes of logit tiles and of float32 gradients of head and hidden states, for `tokens` in a micro-batch."""
-    of_head = 4 * student.head * (load.lora is None)
-    return _tiles(student, teacher, tokens, load)[1], of_head + 4 * tokens * student.width
+    head = 4 * student.head * (load.lora is None)
+    return loss_tile(student, teacher, tokens, load)[1], head + 4 * tokens * student.width
 
 
 def engine_bytes(student: Shape, load: Load) -> int:
@@ -285,7 +258,7 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
             held += itemsize * model.parameters * gpus
         elif kept == "zero3":
             held += gpus * sum(_pinned(itemsize * -(-numbers // gpus)) for numbers in model.tensors)
-    if choice.sleeps and load.lora:
+    if choice.engine == ASLEEP and load.lora:
         held += size * student.parameters * gpus
     if choice.sharding == "zero3_offload":
         # In float32: weights, Adam's moments, and gradients twice, as they are added up and as Adam takes them.
@@ -306,49 +279,29 @@ def tracer(student: Shape, load: Load) -> Callable[[int, str], int]:
 # ---- Seconds ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates of a device, per second.
-
-    The defaults are 40 % of the 989 dense bfloat16 TFLOP/s and 60 % of the 3.35 TB/s in NVIDIA's data sheet of the H100
-    SXM, and half of what PCIe 5 x16 can carry.
-    """
-
-    flops: float = 400e12
-    memory: float = 2000e9
-    """Bytes read from the device's memory."""
-    link: float = 32e9
-    """Bytes from the host's memory to the device."""
-    launch: float = 15e-6
-    """Seconds of host time for each kernel of an eager decoding step: between 7.6 microseconds measured on a CPU, which
-    has no driver to call, and about 27 of the eager model with 32 layers and 25.5 tokens per second on an A100 in
-    pytorch.org/blog/accelerating-generative-ai-2."""
-    engine: float = 3e-3
-    """Seconds of each step of an engine besides that traffic, for scheduler, graphs and sampler: an assumption."""
-
-
-def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: Rates) -> dict[str, float]:
+def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice) -> dict[str, float]:
     """By phase, on one device; devices work concurrently. Traffic between devices is not counted.
 
     Completions are generated token by token: each step reads all weights once, and the keys and values so far. With
-    transformers the device waits for a Python loop where that takes longer; an engine adds `Rates.engine`. A forward
-    pass takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more with
+    transformers the device waits for a Python loop where that takes longer; an engine adds `_TOKEN`. A forward pass
+    takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more with
     gradient checkpointing. Layers of a teacher are fetched while others compute.
     """
     size, rows, row, weights = load.itemsize, load.batch, load.row(student), student.parameters
     prompt, contexts = row - load.length, 1 + load.contrast
     cached = rows * student.cached(prompt + load.length // 2)
-    traffic, looping = size * (weights + cached) / rates.memory, load.kernels(student) * rates.launch
-    of_token = max(traffic, looping) if choice.engine == TRANSFORMERS else traffic + rates.engine
+    traffic = size * (weights + cached) / load.bandwidth
+    looping = student.layers * (_KERNELS + _OF_ADAPTER * (load.lora is not None)) * _LAUNCH
+    of_token = max(traffic, looping) if choice.engine == TRANSFORMERS else traffic + _TOKEN
     passes = (6 if load.lora is None else 4) + 2 * load.checkpointing
     heads = 2 * rows * load.length * ((3 + load.origin) * student.head + contexts * teacher.head)
     reading = 2 * rows * (teacher.parameters * load.row(teacher) * contexts + weights * row * load.origin)
     moved = size * teacher.parameters * (choice.teacher in ("cpu", "stream"))
     moved += 4 * weights * (load.origin and choice.origin(load) in ("cpu", "stream"))
     return {
-        "rollout": 2 * weights * rows * prompt / rates.flops + load.length * of_token,
-        "scoring": max(reading / rates.flops, moved / rates.link),
-        "training": (passes * weights * rows * row + heads) / rates.flops,
+        "rollout": 2 * weights * rows * prompt / load.flops + load.length * of_token,
+        "scoring": max(reading / load.flops, moved / _LINK),
+        "training": (passes * weights * rows * row + heads) / load.flops,
     }
 
 
@@ -360,7 +313,7 @@ class Plan:
     """A placement, the memory it needs, and whether that is available."""
 
     choice: Choice
-    phases: dict[str, Parts]
+    phases: dict[str, dict[str, int]]
     host: int
     fits: bool
     engine_share: float = 0.0
@@ -378,7 +331,6 @@ def considered(
     student: Shape,
     teacher: Shape,
     load: Load,
-    memory: float,
     host: float | None,
     activations: Callable[..., int],
     places: Sequence[str] = (),
@@ -391,16 +343,17 @@ def considered(
     an offloaded teacher, but not for an offloaded student.
     """
     # Of a device, for an engine in the same process: a multiple of `_STEP`, or more than 1 if it does not fit.
-    share = round(math.ceil(engine_bytes(student, load) / memory / _STEP) * _STEP, 2) if engine == "vllm" else 0.0
+    share = round(math.ceil(engine_bytes(student, load) / load.memory / _STEP) * _STEP, 2) if engine == "vllm" else 0.0
+    usable = SHARE * load.memory
 
     def plan(choice: Choice, activations: Callable[..., int]) -> Plan:
         needed = host_bytes(student, teacher, load, choice)
-        parts = phases(student, teacher, load, choice, activations, int(share * memory))
+        parts = phases(student, teacher, load, choice, activations, int(share * load.memory))
         served = [teacher] * (choice.teacher == "served") + [student] * (choice.engine == SERVER)
         # A power of two for each server, as tensor parallelism divides heads.
-        devices = (math.ceil(math.log2(max(engine_bytes(one, load) / (SHARE * memory), 1))) for one in served)
+        devices = (math.ceil(math.log2(max(engine_bytes(one, load) / usable, 1))) for one in served)
         made = Plan(choice, parts, needed, host is None or needed <= SHARE * host, share, sum(1 << n for n in devices))
-        return made if made.peak[1] <= SHARE * memory else replace(made, fits=False)
+        return made if made.peak[1] <= usable else replace(made, fits=False)
 
     teachers = places or ["none", *["zero3"] * (load.gpus > 1), "cpu", "stream", "served"]
     shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]  # those with less traffic first

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.resources import files
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,185 +12,161 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.cli.plan.memory import SERVER, SHARE, TRANSFORMERS, Load, Plan, Rates, loss_tile, seconds
-from trl_opsd.cli.plan.shapes import Shape
+from trl_opsd.cli.plan.memory import (
+    ASLEEP,
+    SERVER,
+    SHARE,
+    TRANSFORMERS,
+    Load,
+    Plan,
+    considered,
+    loss_tile,
+    seconds,
+    tracer,
+)
+from trl_opsd.cli.plan.shapes import Shape, shape_of
+from trl_opsd.models.adapters import adapter_at
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """The request for a plan."""
+def planned(
+    student: str, teacher: str, load: Load, sizes: Sequence[tuple[int, ...]], host: float | None, engine: str | None
+) -> dict[str, Any]:
+    """The best placement of a training, as a document; `sizes` are those of a row's images. All bytes are a device's.
 
-    sources: tuple[str, str]
-    """Student and teacher, as they were named."""
-    shapes: tuple[Shape, Shape]
-    load: Load
-    rates: Rates
-    memory: float
-    """Bytes of each device."""
-    base: str | None = None
-    """The base of a teacher that is an adapter."""
-
-    @property
-    def teachers(self) -> tuple[str, ...]:
-        """Where the teacher may be kept, in the words of `Choice`; all places, if none is named."""
-        lends = self.load.lora is not None
-        if self.base is not None:
-            is_students = lends and Path(self.base).resolve() == Path(self.sources[0]).resolve()
-            return (*["shared"] * is_students, "none", "cpu", "stream")
-        return ("itself",) * (lends and self.sources[0] == self.sources[1])
-
-    @property
-    def seeing(self) -> list[tuple[str, Shape]]:
-        """Student and teacher with their roles, if they read images."""
-        return [(role, one) for role, one in zip(("student", "teacher"), self.shapes, strict=True) if one.images.tokens]
-
-    def seconds(self, plan: Plan) -> dict[str, float]:
-        """Seconds of a plan by phase."""
-        return seconds(*self.shapes, self.load, plan.choice, self.rates)
-
-
-def options(plan: Plan, request: PlanRequest) -> dict[str, Any]:
-    """A plan as the options of `trl-opsd train`."""
-    load, choice, dtype = request.load, plan.choice, "bfloat16" if request.load.half else "float32"
-    of_engine = {"use_vllm": True, "vllm_max_model_length": load.row(request.shapes[0])}
-    of_adapter = {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
-    address = f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"
-    kept = "none" if choice.teacher == "shared" else choice.teacher
-    here = {"teacher_model_name_or_path": request.sources[1], "teacher_dtype": dtype, "teacher_offload": kept}
-    groups: list[tuple[Any, dict[str, Any]]] = [
-        (choice.engine != TRANSFORMERS, of_engine),
-        (choice.engine == SERVER, {"vllm_mode": "server"}),
-        (choice.engine not in (TRANSFORMERS, SERVER), {"vllm_gpu_memory_utilization": plan.engine_share}),
-        (choice.sleeps, {"vllm_enable_sleep_mode": True}),
-        (load.lora, of_adapter),
-        (True, {"itself": {"teacher_model_kind": "base"}, "served": {"teacher_server_url": address}}.get(
-            choice.teacher, here)),
-    ]  # fmt: skip
+    Raises:
+        ValueError: A row has more tokens than a model can read.
+    """
+    base, lends = teacher, load.lora is not None
+    places: tuple[str, ...] = ()
+    if (adapter := adapter_at(teacher, {})) is not None:
+        adapter.check("teacher")
+        base = adapter.base
+        is_students = lends and Path(base).resolve() == Path(student).resolve()
+        places = (*["shared"] * is_students, "none", "cpu", "stream")
+    elif lends and student == teacher:
+        places = ("itself",)
+    shapes = {"student": shape_of(student, sizes), "teacher": shape_of(base, sizes)}
+    for role, shape in shapes.items():
+        if shape.context is not None and load.row(shape) > shape.context:
+            raise ValueError(
+                f"A row has {load.row(shape)} tokens, but the {role}'s context has {shape.context}: lower `--prompt`, "
+                "`--length` or the number of images."
+            )
+    both, activations = (shapes["student"], shapes["teacher"]), tracer(shapes["student"], load)
+    for tried in [engine] if engine else ["vllm", "transformers"]:
+        best, *_ = plans = considered(*both, load, host, activations, places, tried)[:5]
+        if best.fits and not best.servers:
+            break
+    tile, _ = loss_tile(*both, best.choice.micro * load.length, load)
+    sharding, processes = best.choice.sharding, f" --num_processes {load.gpus}"
     return {
-        "model_name_or_path": request.sources[0],
+        **_placed(best, load),
+        "estimate": True,
+        "command": f"trl-opsd train --config run.yaml --accelerate_config {sharding}"
+        f"{'' if sharding == 'single' else processes}",
+        "memory": load.memory,
+        "usable": int(SHARE * load.memory),
+        "phases": best.phases,
+        "seconds": seconds(*both, load, best.choice),
+        "tokens": {"micro_batch": best.choice.micro * load.row(shapes["student"]), "loss_tile": tile},
+        "reason": None if best.fits else _reason(best, load),
+        "images": {role: asdict(shape.images) for role, shape in shapes.items() if shape.images.tokens},
+        "options": options(best, student, teacher, load, shapes["student"]),
+        "placements": [_placed(one, load) for one in plans],
+    }
+
+
+def options(plan: Plan, student: str, teacher: str, load: Load, shape: Shape) -> dict[str, Any]:
+    """A plan as the options of `trl-opsd train`."""
+    choice, dtype = plan.choice, "bfloat16" if load.half else "float32"
+    found: dict[str, Any] = {
+        "model_name_or_path": student,
         "dtype": dtype if load.lora else "float32",
         "per_device_train_batch_size": choice.micro,
         "gradient_accumulation_steps": load.batch // choice.micro,
         "max_completion_length": load.length,
         CHECKPOINTING: load.checkpointing,
         "bf16": load.half,
-        **{name: value for applies, group in groups if applies for name, value in group.items()},
+    }
+    if choice.engine != TRANSFORMERS:
+        found |= {"use_vllm": True, "vllm_max_model_length": load.row(shape)}
+        is_apart = choice.engine == SERVER
+        found |= {"vllm_mode": "server"} if is_apart else {"vllm_gpu_memory_utilization": plan.engine_share}
+        found |= {"vllm_enable_sleep_mode": True} if choice.engine == ASLEEP else {}
+    if load.lora:
+        found |= {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
+    if choice.teacher == "itself":
+        return {**found, "teacher_model_kind": "base"}
+    if choice.teacher == "served":
+        return {**found, "teacher_server_url": f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"}
+    kept = "none" if choice.teacher == "shared" else choice.teacher
+    return {**found, "teacher_model_name_or_path": teacher, "teacher_dtype": dtype, "teacher_offload": kept}
+
+
+def _placed(plan: Plan, load: Load) -> dict[str, Any]:
+    choice, (phase, peak) = plan.choice, plan.peak
+    return {
+        "sharding": choice.sharding,
+        "teacher": choice.teacher,
+        "engine": choice.engine,
+        "micro_batch": choice.micro,
+        "peak": peak,
+        "phase": phase,
+        "host": plan.host,
+        "gpus": load.gpus + plan.servers,
+        "fits": plan.fits,
     }
 
 
-def accelerate_file(plan: Plan, gpus: int) -> str:
-    """The accelerate file of a plan, for its number of devices; empty for a training in one process."""
-    if plan.choice.sharding == "single":
-        return ""
-    text = (files("trl_opsd") / "accelerate_configs" / f"{plan.choice.sharding}.yaml").read_text(encoding="utf-8")
-    return re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus}", text)
-
-
-def command(plan: Plan, gpus: int) -> str:
-    """The command that launches a plan."""
-    sharding, processes = plan.choice.sharding, f" --num_processes {gpus}"
-    return f"trl-opsd train --config run.yaml --accelerate_config {sharding}{'' if sharding == 'single' else processes}"
-
-
-def _placed(plan: Plan, gpus: int) -> dict[str, Any]:
-    choice = plan.choice
-    found = {"sharding": choice.sharding, "teacher": choice.teacher, "engine": choice.engine}
-    return {**found, "gpus": gpus + plan.servers, "host": plan.host, "fits": plan.fits}
-
-
-def document(plan: Plan, plans: Sequence[Plan], request: PlanRequest) -> str:
-    """A plan as JSON; all bytes are those of one device."""
-    gpus = request.load.gpus
-    found = {
-        **_placed(plan, gpus),
-        "estimate": True,
-        "command": command(plan, gpus),
-        "memory": int(request.memory),
-        "usable": int(SHARE * request.memory),
-        "phases": plan.phases,
-        "seconds": request.seconds(plan),
-        "reason": None if plan.fits else reason(plan, request.memory),
-        "images": {role: asdict(shape.images) for role, shape in request.seeing},
-        "options": options(plan, request),
-        "accelerate_file": accelerate_file(plan, gpus),
-        "placements": [{**_placed(one, gpus), "micro_batch": one.choice.micro, "peak": one.peak[1]} for one in plans],
-    }
-    return json.dumps(found, indent=2)
-
-
-def reason(plan: Plan, memory: float) -> str:
+def _reason(plan: Plan, load: Load) -> str:
     """Why a plan does not fit, in a sentence."""
     phase, peak = plan.peak
     part, size = max(plan.phases[phase].items(), key=lambda one: one[1])
-    if peak <= SHARE * memory:
-        return f"Offloading needs {_amount(plan.host)} of host memory, more than the machine has."
+    usable = SHARE * load.memory
+    if peak <= usable:
+        return f"Offloading needs {plan.host / 1e9:.1f} GB of host memory, more than the machine has."
     return (
-        f"The phase `{phase}` needs at least {_amount(peak)} per device, but {_amount(SHARE * memory)} are usable; the "
-        f"largest part is `{part}` with {_amount(size)}."
+        f"The phase `{phase}` needs at least {peak / 1e9:.1f} GB per device, but {usable / 1e9:.1f} GB are usable; "
+        f"the largest part is `{part}` with {size / 1e9:.1f} GB."
     )
 
 
-def _unit(bytes_: float) -> tuple[float, str]:
-    return (1e9, "GB") if bytes_ >= 1e9 else (1e6, "MB")
-
-
-def _amount(bytes_: float) -> str:
-    size, name = _unit(bytes_)
-    return f"{bytes_ / size:.1f} {name}"
-
-
-_REMEDY = (
-    "Try more or larger devices, LoRA (`--lora 16`), fewer rows, fewer tokens, or `--host-memory` to allow offloading."
-)
-
-
-def show(plan: Plan, plans: Sequence[Plan], request: PlanRequest) -> None:
+def show(plan: dict[str, Any], load: Load) -> None:
     """Prints a plan for a person."""
-    console, rates, load, choice = Console(highlight=False), request.rates, request.load, plan.choice
-    (size, unit), by_phase = _unit(plan.peak[1]), plan.phases.values()
-    title = f"{choice.sharding}, teacher: {choice.teacher}, engine: {choice.engine}, micro-batch: {choice.micro}"
-    table = Table(unit, *(Column(phase, justify="right") for phase in plan.phases), title=title, box=None)
-    for name in dict.fromkeys(name for parts in by_phase for name, of_part in parts.items() if of_part):
+    console, by_phase = Console(highlight=False), plan["phases"].values()
+    size, unit = (1e9, "GB") if plan["peak"] >= 1e9 else (1e6, "MB")
+    title = ", ".join(f"{name}: {plan[name]}" for name in ("sharding", "teacher", "engine", "micro_batch"))
+    table = Table(unit, *(Column(phase, justify="right") for phase in plan["phases"]), title=title, box=None)
+    for name in dict.fromkeys(name for parts in by_phase for name in parts):
         table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "" for parts in by_phase))
     table.add_row("sum", *(f"{sum(parts.values()) / size:.2f}" for parts in by_phase), style="bold")
-    table.add_row("seconds", *(f"{value:.2f}" for value in request.seconds(plan).values()))
+    table.add_row("seconds", *(f"{value:.2f}" for value in plan["seconds"].values()))
     console.print(table)
     console.print(
-        f"Estimates per device, for {load.gpus} device(s) of {request.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} "
-        f"of it usable. Seconds assume {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} GB/s of memory "
-        f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices. A "
-        f"token takes {rates.launch * 1e6:g} µs of host time for each of {load.kernels(request.shapes[0]):,} kernels "
-        f"with transformers, and {rates.engine * 1e3:g} ms with an engine besides reading the weights.\n"
+        f"Estimates per device of {load.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} of it usable. Seconds assume "
+        f"{load.flops / 1e12:.0f} TFLOP/s, {load.bandwidth / 1e9:.0f} GB/s of memory bandwidth, and no traffic between "
+        "devices.\n"
     )
-    for role, one in request.seeing:
-        console.print(
-            f"The {role}'s images take {one.images.tokens:,} tokens and {one.images.positions:,} positions of its "
-            f"vision tower in each row, by its {one.images.counted_by}.\n"
-        )
-    size, unit = _unit(max(one.peak[1] for one in plans))
     right = [Column(head, justify="right") for head in ("rows", unit, f"host {unit}", "GPUs")]
     columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", *right[2:], "fits"]
     table = Table(*columns, title="Placements", box=None, collapse_padding=True)
-    for each in plans:
-        (phase, peak), of = each.peak, each.choice
-        row = of.sharding, of.teacher, of.engine, str(of.micro), f"{peak / size:.1f}", phase, f"{each.host / size:.0f}"
-        table.add_row(*row, str(load.gpus + each.servers), "yes" if each.fits else "no")
+    for one in plan["placements"]:
+        sums = {"peak": f"{one['peak'] / size:.1f}", "host": f"{one['host'] / size:.0f}"}
+        table.add_row(*map(str, {**one, **sums, "fits": "yes" if one["fits"] else "no"}.values()))
     console.print(table)
-    if load.gpus > 1:
-        console.print("Host memory: teachers `cpu` and `stream` have a copy in each process, `zero3` one for all.")
-    if not plan.fits:
-        console.print(f"\nDoes not fit in any placement. {reason(plan, request.memory)} {_REMEDY}")
+    if not plan["fits"]:
+        console.print(
+            f"\nDoes not fit in any placement. {plan['reason']} Try more or larger devices, LoRA (`--lora 16`), fewer "
+            "rows, fewer tokens, or `--host-memory` to allow offloading."
+        )
         return
-    if plan.servers:
-        console.print(f"\nServers need {plan.servers} more device(s): {load.gpus + plan.servers} in all.")
-    tokens = choice.micro * load.row(request.shapes[0])
-    tile = loss_tile(*request.shapes, choice.micro * load.length, load)
+    if servers := plan["gpus"] - load.gpus:
+        console.print(f"\nServers need {servers} more device(s): {plan['gpus']} in all.")
+    tokens = plan["tokens"]
     console.print(
-        f"\nFits with micro-batches of {tokens:,} tokens; the loss computes logits for {tile:,} tokens at a time. Put "
-        f"these options and a `dataset_name` into run.yaml, then run [bold]{command(plan, load.gpus)}[/]\n",
+        f"\nFits with micro-batches of {tokens['micro_batch']:,} tokens; the loss computes logits for "
+        f"{tokens['loss_tile']:,} tokens at a time. Put these options and a `dataset_name` into run.yaml, then run "
+        f"[bold]{plan['command']}[/]\n",
         soft_wrap=True,
     )
-    console.print(yaml.safe_dump(options(plan, request), sort_keys=False), markup=False, soft_wrap=True)
-    if text := accelerate_file(plan, load.gpus):
-        console.print(f"The accelerate file `{choice.sharding}`, included in this package:\n")
-        console.print(text, markup=False, soft_wrap=True)
+    console.print(yaml.safe_dump(plan["options"], sort_keys=False), markup=False, soft_wrap=True)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
+from annotated_types import MinLen
 from datasets import Dataset, concatenate_datasets
 
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd._compat.values import pydantic
 from trl_opsd.data.survey import digest
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.page import write
@@ -35,15 +36,13 @@ _HELD_OUT, _SHARE = 200, 0.1
 """Rows that are held out of a dataset without a `test`: at most so many, and that share."""
 
 OF_RUN = {"log_extra", "log_metric", "trainer_state"}
-OF_BATCH = {"prompts", "completions", "completion_ids", *OF_RUN}
-"""What a reward function is given beside the columns of rows."""
+"""What a reward function is given of the run, not of rows."""
 
 Load = Callable[[str], Mapping[str, Any]]
 """Loads the splits of a dataset by its name or path."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expert:
+class Expert(pydantic.BaseModel, extra="forbid", frozen=True):
     """A teacher, and what it is an expert in."""
 
     model: str
@@ -62,24 +61,12 @@ class Expert:
 
 def experts_of(given: Any) -> dict[str, Expert]:
     """What a file says of the experts; a `ValueError` for anything else."""
-    shape = "`experts`: expected a mapping of names to {model: ..., dataset: ..., metric: ...}"
-    if not (isinstance(given, Mapping) and len(given) > 1):
-        raise ValueError(f"{shape}, of at least two, got {given!r}.")
-    known = {one.name: one.default is MISSING for one in fields(Expert)}
-    found = {}
-    for name, said in given.items():
-        if str(name) in (BEFORE, AFTER, AVERAGE) or {"|", "\n"} & {*str(name)}:
-            raise ValueError(f"`experts`: {name!r} cannot be the name of a row of the table: rename it.")
-        if not isinstance(said, Mapping):
-            raise ValueError(f"{shape}, got {said!r} for {name!r}.")
-        missing = [key for key, is_needed in known.items() if is_needed and key not in said]
-        if wrong := [*sorted(said.keys() - known), *missing]:
-            raise ValueError(
-                f"`experts`: {wrong[0]!r} of {name!r} is {'unknown' if wrong[0] in said else 'missing'}: expected "
-                f"{', '.join(known)}; the first three are required."
-            )
-        found[str(name)] = Expert(**said)
-    return found
+    try:
+        return pydantic.TypeAdapter(Annotated[dict[str, Expert], MinLen(2)]).validate_python(given)
+    except pydantic.ValidationError as error:
+        raise ValueError(
+            f"`experts`: expected at least two names with {{model: ..., dataset: ..., metric: ...}}; {error}"
+        ) from None
 
 
 class Metric:
@@ -87,24 +74,6 @@ class Metric:
 
     def __init__(self, name: str, function: Any) -> None:
         self.__name__, self._function = name, function
-
-    def check(self, columns: Collection[str], where: str) -> None:
-        """Refuses rows without a prompt, or without what the function reads."""
-        if "prompt" not in columns:
-            raise ValueError(f"{where} has the columns {sorted(columns)}: expected 'prompt'.")
-        if "teacher" in columns:
-            raise ValueError(f"{where} has a column 'teacher', which names the expert: remove or rename it.")
-        try:
-            parameters = inspect.signature(self._function).parameters.values()
-        except (TypeError, ValueError):  # of a builtin
-            return
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        needed = {one.name for one in parameters if one.kind in kinds and one.default is one.empty}
-        if missing := sorted(needed - {*columns, *OF_BATCH}):
-            raise ValueError(
-                f"{where} has the columns {sorted(columns)}, but its metric reads {missing[0]!r}: add it, or set "
-                "another `metric`."
-            )
 
     def __call__(self, **columns: Any) -> list[float | None]:
         mine = [place for place, teacher in enumerate(columns["teacher"]) if teacher == self.__name__]
@@ -116,8 +85,6 @@ class Metric:
             }
             said = self._function(**given)
             said = asyncio.run(said) if inspect.iscoroutine(said) else said
-            if len(said) != len(mine):
-                raise ValueError(f"returned {len(said)} values for {len(mine)} completions")
             for place, value in zip(mine, said, strict=True):
                 found[place] = value
         return found
@@ -155,49 +122,22 @@ class Experts:
     def _rows(self) -> dict[str, tuple[Dataset, Dataset]]:
         """By expert, its rows to train on and to measure on."""
         found = {}
-        for (name, one), metric in zip(self.experts.items(), self.rewards, strict=True):
-            splits = self._splits(name, one.dataset)
-            rows = splits.get("train", next(iter(splits.values()), None))
+        for name, one in self.experts.items():
+            splits = self._load(one.dataset)
+            rows = splits.get("train", next(iter(splits.values())))
             if one.test is not None:
-                of_test = self._splits(name, one.test)
-                test = of_test.get("test", next(iter(of_test.values()), None))
-            elif (test := splits.get("test")) is None and isinstance(rows, Dataset):
-                held = min(_HELD_OUT, int(len(rows) * _SHARE))
-                if not held:
-                    raise ValueError(
-                        f"`experts`: the dataset of {name!r} has {len(rows)} rows, too few to hold any out: set `test`."
-                    )
-                parts = rows.train_test_split(test_size=held, seed=self._seed)
+                of_test = self._load(one.test)
+                test = of_test.get("test", next(iter(of_test.values())))
+            elif (test := splits.get("test")) is None:
+                parts = rows.train_test_split(min(_HELD_OUT, int(len(rows) * _SHARE)), seed=self._seed)
                 rows, test = parts["train"], parts["test"]
-            both = {"`dataset`": rows, "`test`": test}
-            for what, some in both.items():
-                if not (isinstance(some, Dataset) and len(some)):
-                    raise ValueError(f"`experts`: {what} of {name!r} is {some!r}: expected a `Dataset` with rows.")
-                metric.check(some.column_names, f"`experts`: {what} of {name!r}")
-            found[name] = tuple(some.add_column("teacher", [name] * len(some)) for some in both.values())
+            found[name] = tuple(some.add_column("teacher", [name] * len(some)) for some in (rows, test))
         return found
-
-    def _splits(self, name: str, path: str) -> Mapping[str, Any]:
-        try:
-            return self._load(path)
-        except Exception as error:  # of datasets, of many kinds
-            raise ValueError(
-                f"`experts`: the rows of {name!r}, {path!r}, cannot be loaded: expected a file, a folder or an id of "
-                f"a dataset. {type(error).__name__}: {error}"
-            ) from error
 
     def data(self) -> dict[str, Any]:
         """The rows of all experts to train on, and those of each to measure on."""
-        of_each = self._rows
-        try:
-            train = concatenate_datasets([rows for rows, _ in of_each.values()])
-        except ValueError as error:
-            kinds = "; ".join(f"{name}: {rows.features}" for name, (rows, _) in of_each.items())
-            raise ValueError(
-                "`experts`: columns of one name have other types in the dataset of another expert: make them alike. "
-                f"{kinds}"
-            ) from error
-        return {"train": train, "test": {name: test for name, (_, test) in of_each.items()}}
+        train = concatenate_datasets([rows for rows, _ in self._rows.values()])
+        return {"train": train, "test": {name: test for name, (_, test) in self._rows.items()}}
 
     # ---- What is measured -------------------------------------------------------------------------------------------
 
@@ -225,7 +165,7 @@ class Experts:
             *(["seed"] if args.eval_temperature != 0 else []),  # which draws
         ]
         said = {
-            "experts": {name: asdict(one) for name, one in self.experts.items()},
+            "experts": {name: one.model_dump() for name, one in self.experts.items()},
             "student": get_config_model_id(trainer.model.config),
             "tests": {name: digest(test, None) for name, (_, test) in self._rows.items()},
             **{name: getattr(args, name) for name in names},
@@ -263,12 +203,7 @@ class Experts:
         found = {}
         for name, (_, test) in self._rows.items():
             metrics = trainer.predict(test, metric_key_prefix="test").metrics
-            if (value := metrics.get(f"test_rewards/{name}/mean")) is None:
-                raise ValueError(
-                    f"`experts`: the metric of {name!r} returned `None` for all rows to measure on: expected a number "
-                    "for each completion."
-                )
-            found[name] = float(value)
+            found[name] = float(metrics[f"test_rewards/{name}/mean"])
         return found
 
     def _publish(self, trainer: OPSDTrainer, lines: list[str]) -> None:

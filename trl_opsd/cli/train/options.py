@@ -1,4 +1,4 @@
-"""The options of a training script: those of `OPSDConfig`, of TRL's parsers, and of the script; and built-in tasks."""
+"""The options of a training script: those of `OPSDConfig`, of TRL's parsers, and of the script."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from datasets import Dataset, IterableDataset
@@ -20,29 +20,8 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.normalize import with_help
 
-if TYPE_CHECKING:
-    from trl_opsd.trainer import OPSDTrainer
-
 Splits = Mapping[str, Dataset | IterableDataset]
 """Datasets by the name of a split."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A task that `--task NAME` trains on."""
-
-    options: Path
-    """A YAML file of options, which the command line and the file of `--config` override."""
-    student: str
-    """Path of the student, unless another one is named."""
-    teacher: str
-    """Path of the teacher, unless others are named or the student teaches itself."""
-    data: Callable[[], Splits]
-    """Loads the splits of its dataset."""
-    rewards: Any
-    """`functions` of the method `rewards`."""
-    evaluate: Callable[[OPSDTrainer], None]
-    """Called before and after training; collective."""
 
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
@@ -67,16 +46,10 @@ class ExtraArguments:
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
     def __post_init__(self) -> None:
-        given = self.teacher_models
         for name in ("teacher_models", "experts"):  # on the command line
             if isinstance(text := getattr(self, name), str):
                 with suppress(ValueError):
                     setattr(self, name, json.loads(text))
-        if self.teacher_models is not None and not (isinstance(self.teacher_models, dict) and self.teacher_models):
-            raise ValueError(
-                f"`teacher_models={given!r}`: expected a mapping of names to paths or ids, for instance "
-                '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
-            )
 
 
 _FILE = "--config FILE reads any of these options from a YAML file; the command line takes precedence."
@@ -98,22 +71,6 @@ class RunOptions:
     config: OPSDConfig
     model: ModelConfig
     mixture: DatasetMixtureConfig
-    task: str | None
-    named: Collection[str]
-    """Options that are set, if only to their defaults."""
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """Loads YAML, and refuses a key that is given twice (PyYAML would take the last)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                raise yaml.YAMLError(f"{key.value!r} is in line {seen[key.value]} and in line {line}: remove one.")
-            seen[key.value] = line
-        return super().construct_mapping(node, deep)
 
 
 class OptionParser(TrlParser):
@@ -123,16 +80,12 @@ class OptionParser(TrlParser):
     may also have `launch_options`, for whoever launches the training.
     """
 
-    def __init__(
-        self, tasks: Mapping[str, Task] | None = None, launch_options: Collection[str] = (), **parser: Any
-    ) -> None:
-        self.tasks, self._elsewhere = tasks or {}, launch_options
-        told = {"choices": [*self.tasks], "help": "Train on a built-in task, with its models, data and options."}
-        of_task = make_dataclass("TaskArguments", [("task", str | None, field(default=None, metadata=told))])
+    def __init__(self, launch_options: Collection[str] = (), **parser: Any) -> None:
+        self._elsewhere = launch_options
         super().__init__(
-            [*GROUPS, *[of_task] * bool(self.tasks)],
+            GROUPS,
             allow_abbrev=False,
-            usage=f"%(prog)s [--config FILE]{' [--task TASK]' if self.tasks else ''} [--OPTION VALUE ...]",
+            usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
             description=f"{_FILE}{_LAUNCHED if launch_options else ''}",
             **parser,
         )
@@ -143,32 +96,24 @@ class OptionParser(TrlParser):
         )
 
     def given(self, args: Iterable[str]) -> RunOptions:
-        """The options of a run; the command line overrides the file of `--config`, and that a task's own options."""
+        """The options of a run; the command line overrides the file of `--config`, and that defaults of the parser."""
         rest, config = self.read(args)
         os.environ.update({name: str(value) for name, value in config.get("env", {}).items()})
-        flags = (one.partition("=")[0].removeprefix("--").replace("-", "_") for one in rest if one.startswith("--"))
-        names = {*config, *flags}
-        extra, script, config, model, mixture, *named = self.parse_args_into_dataclasses(args=rest)
-        return RunOptions(extra, script, config, model, mixture, named[0].task if named else None, names)
+        return RunOptions(*self.parse_args_into_dataclasses(args=rest))
 
     def check(self, args: Iterable[str]) -> None:
         """Ends the program on a wrong name or kind of value; makes no config, which would start the launch's state."""
         self.parse_args(self.read(args)[0])
 
     def read(self, args: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
-        """The arguments without `--config FILE`, and that file's options, which are defaults now, as are a task's."""
+        """The arguments without `--config FILE`, and that file's options, which are defaults now."""
         own = ArgumentParser(add_help=False, allow_abbrev=False)
         own.error = self.error  # type: ignore[method-assign]
-        own.add_argument("--config", action="append", default=[])
-        own.add_argument("--task")
+        own.add_argument("--config")
         given, rest = own.parse_known_args(list(args))
-        if len(given.config) > 1:
-            self.error(f"--config is given {len(given.config)} times: expected once")
-        config = self._file(given.config[0]) if given.config else {}
-        if task := self.tasks.get(str(given.task or config.get("task"))):
-            self.set_defaults_with_config(**yaml.safe_load(task.options.read_text(encoding="utf-8")))
+        config = self._file(given.config) if given.config else {}
         self.set_defaults_with_config(**config)
-        return [*rest, *(["--task", given.task] if given.task else [])], config
+        return rest, config
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -189,13 +134,11 @@ class OptionParser(TrlParser):
     def _file(self, path: str) -> dict[str, Any]:
         """The options of a YAML file; ends the program on one that is unknown: TRL's error for it has no hint."""
         try:
-            config = _OnceLoader(Path(path).read_text(encoding="utf-8")).get_single_data()
+            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             self.error(f"--config {path}: {error}")
         if not isinstance(config, dict):
             self.error(f"--config {path}: expected a mapping of options to values, got {type(config).__name__}")
-        if not isinstance(config.get("env", {}), dict):
-            self.error(f"--config {path}: `env` has to be a mapping of names to values")
         known = {"env", *self._elsewhere, *(action.dest for action in self._actions)}
         if unknown := [str(name) for name in config if name not in known]:
             self.error(f"--config {path}: {self._unknown('key', unknown)}")

@@ -6,16 +6,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 from signal import SIGTERM
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
-from datasets.exceptions import DatasetGenerationError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.trl import (
@@ -27,13 +25,7 @@ from trl_opsd._compat.trl import (
     get_quantization_config,
 )
 from trl_opsd.cli.train.experts import Experts, experts_of
-from trl_opsd.cli.train.options import (
-    ExtraArguments,
-    OptionParser,
-    RunOptions,
-    Splits,
-    Task,
-)
+from trl_opsd.cli.train.options import ExtraArguments, OptionParser, RunOptions, Splits
 from trl_opsd.config import OPSDConfig
 from trl_opsd.methods.reward_functions import found_function
 from trl_opsd.methods.rewards import Rewards
@@ -47,14 +39,25 @@ STOPPED = 128 + SIGTERM
 """Exit status of a run that has saved a checkpoint on SIGTERM and stopped, as of a program that SIGTERM ends."""
 
 
-def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTrainer:
+class Task(Protocol):
+    """What brings its own rows and rewards, and measures the student before and after training."""
+
+    rewards: Any
+    """`functions` of the method `rewards`."""
+
+    def data(self) -> Splits: ...
+    def evaluate(self, trainer: OPSDTrainer) -> None: ...
+
+
+def main(arguments: Sequence[str], parser: OptionParser | None = None, task: Task | None = None) -> OPSDTrainer:
     """Trains a student as the arguments of a command line say, which `parser` reads; returns the trainer.
 
     Raises:
         SystemExit: An option does not exist or has a wrong kind of value.
         ValueError: The options contradict each other, or name what is not there.
     """
-    given, task = read(arguments, parser)
+    given, experts = read(arguments, parser)
+    task = experts or task
     with TemporaryDirectory(prefix="trl_opsd-dry-run-") if given.extra.dry_run else nullcontext() as folder:
         if folder:
             leave_nothing(given.config, folder)
@@ -77,32 +80,20 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
     return trainer
 
 
-def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[RunOptions, Task | Experts | None]:
-    """The options of a command line, completed by those of its task if it names one; raises as `main` does."""
+def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[RunOptions, Experts | None]:
+    """The options of a command line, and the experts that they name; raises as `main` does."""
     if not torch.accelerator.is_available():  # without it, DeepSpeed on a CPU counts one process where there are two
         arguments = [*arguments, "--use_cpu"]
-    parser = parser or OptionParser()
-    given = parser.given(arguments)
+    given = (parser or OptionParser()).given(arguments)
     sys.path.insert(0, os.getcwd())  # where functions and methods of one's own are, as for a script that is run there
-    extra, script, config, model = given.extra, given.script, given.config, given.model
-    task: Task | Experts | None = parser.tasks[given.task] if given.task else None
-    if isinstance(task, Task):  # which has a dataset, and models where no others are named
-        if script.dataset_name or given.mixture.datasets:
-            raise ValueError(f"`task={given.task!r}` comes with its own dataset: remove the task or the other dataset.")
-        model.model_name_or_path = model.model_name_or_path or task.student
-        if all(one is None for one in (config.teacher_model_kind, config.teacher_targets, extra.teacher_models)):
-            config.teacher_model_name_or_path = config.teacher_model_name_or_path or task.teacher
-    if extra.experts is not None:
-        task = _experts(given)
-    if model.model_name_or_path is None:
-        built_in = f"; or train on a built-in task, with `--task {next(iter(parser.tasks))}`" if parser.tasks else ""
-        raise ValueError(f"No student: pass `--model_name_or_path`{built_in}.")
-    check_options(given)
-    set_loading(extra, config, model)
-    return given, task
+    experts = None if given.extra.experts is None else _experts(given)
+    if given.model.model_name_or_path is None:
+        raise ValueError("No student: pass `--model_name_or_path`.")
+    set_loading(given.extra, given.config, given.model)
+    return given, experts
 
 
-def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset | None = None) -> OPSDTrainer:
+def build(given: RunOptions, task: Task | None, train_dataset: Dataset | None = None) -> OPSDTrainer:
     """The trainer that these options describe; a dataset takes the place of the one that they name."""
     extra, script, config, model = given.extra, given.script, given.config, given.model
     data = task.data() if task else loaded(script, given.mixture)
@@ -120,7 +111,7 @@ def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset
     )
 
 
-def _rewards(config: OPSDConfig, task: Task | Experts) -> Rewards:
+def _rewards(config: OPSDConfig, task: Task) -> Rewards:
     """The rewards of a task, with the other settings of the method `rewards`, which is taken out of the options."""
     settings: dict[str, Any] = {}
     if isinstance(config.methods, dict):
@@ -146,7 +137,6 @@ def _experts(given: RunOptions) -> Experts:
     """The experts of a run, in whose place no other teachers, rows or rewards are; sets what they say of the loss."""
     extra, script, config = given.extra, given.script, given.config
     others = {
-        "task": given.task,
         "dataset_name": script.dataset_name,
         "datasets": given.mixture.datasets,
         "teacher_models": extra.teacher_models,
@@ -178,7 +168,7 @@ def _experts(given: RunOptions) -> Experts:
 
 
 def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
-    """Sets in the config how to load each model; `*_init_kwargs` override defaults, and a contradiction is an error."""
+    """Sets in the config how to load each model; `*_init_kwargs` override the other options."""
     options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
     if config.teacher_model_kind is None and (config.teacher_model_name_or_path or extra.teacher_models):
@@ -194,26 +184,8 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
 def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
     """Options of a group and the dict `of_model`, combined; `options` maps to names in that."""
     given: dict[str, Any] = getattr(config, of_model) or {}
-    found: dict[str, Any] = {}
-    for option, name in options.items():
-        value = getattr(group, option)
-        if name in given and value not in (None, getattr(type(group), option), given[name]):
-            raise ValueError(f"`{option}={value!r}` and {name!r} in `{of_model}` set the same: remove one of them.")
-        found |= {} if value is None else {name: value}
-    return {**found, **given}
-
-
-_LORA = (*(one.name for one in fields(ModelConfig) if one.name.startswith("lora_")), "use_rslora", "use_dora")
-_4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
-
-
-def check_options(given: RunOptions) -> None:
-    """Refuses options of an adapter or of 4 bits without it: another training was meant."""
-    for switch, options in (("use_peft", _LORA), ("load_in_4bit", _4_BIT)):
-        names = (name for name in options if name in given.named and getattr(given.model, name) is not None)
-        if not getattr(given.model, switch) and switch not in given.named and (name := next(names, None)):
-            shown = f"`{name}={getattr(given.model, name)!r}`"
-            raise ValueError(f"{shown} has no effect: set `{switch}: true`, or remove it.")
+    found = {name: getattr(group, option) for option, name in options.items()}
+    return {**{name: value for name, value in found.items() if value is not None}, **given}
 
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
@@ -229,22 +201,10 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         return get_dataset(mixture)
     if not name:
         raise ValueError("No dataset: pass `--dataset_name`, or list several as `datasets` in YAML.")
-    if name in FORMATS.values():
-        raise ValueError(
-            f"`dataset_name={name!r}` is a file format and would load every file below the working directory: pass the "
-            "path of a file or folder of that format."
-        )
-    path = Path(name)
-    if path.suffix in FORMATS:
-        if not path.is_file() or not path.stat().st_size:
-            raise ValueError(f"`dataset_name={name!r}`: {'the file is empty' if path.is_file() else 'no such file'}.")
-        try:
-            return load_dataset(FORMATS[path.suffix], data_files=name, name=config, streaming=streaming)
-        except DatasetGenerationError as error:
-            why = f"{error.__cause__ or error}".partition("\n")[0]
-            raise ValueError(f"`dataset_name={name!r}` cannot be read as {FORMATS[path.suffix]} ({why}).") from error
+    if (suffix := Path(name).suffix) in FORMATS:
+        return load_dataset(FORMATS[suffix], data_files=name, name=config, streaming=streaming)
     # The files that mark a folder of `save_to_disk`.
-    if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
+    if not any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
         return load_dataset(name, name=config, streaming=streaming)
     saved = load_from_disk(name)
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
@@ -282,21 +242,19 @@ class _OneStep(TrainerCallback):
 def _summary(logged: Mapping[str, float], steps: int) -> str:
     """The first step's log in words; `steps` are those of the whole run."""
     seconds = {PHASES[name]: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
-    divergence = "none: no token in the loss"
-    if "divergence/mean" in logged:
-        known = {who: logged[f"entropy/{who}"] for who in ("student", "teacher") if f"entropy/{who}" in logged}
-        entropies = " and ".join(f"of the {who} {nats:.3g}" for who, nats in known.items())
-        divergence = f"{logged['divergence/mean']:.4g} nats per token; entropy {entropies}"
-    lines = {
-        "divergence": divergence,
-        "completions": f"{logged['completions/mean_length']:.0f} tokens on average, from "
-        f"{logged['completions/min_length']:.0f} to {logged['completions/max_length']:.0f}; "
-        f"{logged['completions/clipped_ratio']:.0%} truncated at the limit",
-        "step": f"loss {logged['loss']:.4g}, gradient norm {logged['grad_norm']:.3g}, learning rate "
-        f"{logged['learning_rate']:.3g}{'' if logged['learning_rate'] else ': warmup starts at 0'}",
-        "seconds": ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()),
-        "the whole run": f"{steps} steps; estimated {duration(sum(seconds.values()) * steps)}, without evaluations "
-        "and checkpoints",
+    units = {
+        "divergence/mean": "nats per token",
+        "entropy/student": "nats",
+        "entropy/teacher": "nats",
+        "completions/mean_length": "tokens",
+        "completions/clipped_ratio": "of completions truncated at the limit",
+        "loss": "",
+        "grad_norm": "",
+        "learning_rate": "",
     }
+    told = {name: f"{logged[name]:.4g} {unit}" for name, unit in units.items() if name in logged}
+    told["seconds"] = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+    whole = duration(sum(seconds.values()) * steps)
+    told["the whole run"] = f"{steps} steps; estimated {whole}, without evaluations and checkpoints"
     head = "Dry run: one generation batch and one optimizer step succeeded; nothing was saved."
-    return "\n".join([head, *(f"  {name:13} {text}" for name, text in lines.items())])
+    return "\n".join([head, *(f"  {name:25} {text}" for name, text in told.items())])
