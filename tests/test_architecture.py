@@ -34,6 +34,7 @@ FLOORS = {
     "report": 4,
     "rollout": 4,
     "teacher": 4,
+    "bytes": 5,
     "describe": 5,
     "fingerprint": 5,
     "prepare": 5,

@@ -221,9 +221,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def check_divergence(self, divergence: Divergence) -> None:
         """Checks that the other options allow an objective."""
-        by_bytes = self.cross_tokenizer is not None and isinstance(divergence, SampledReverseKL)
+        is_crossed = self.cross_tokenizer is not None and isinstance(divergence, SampledReverseKL)
         why = "it needs the teacher's probability of each token of the student"
-        refuse([(by_bytes, f"{divergence!r} with {shown(self, 'cross_tokenizer')}", why)])
+        refuse([(is_crossed, f"{divergence!r} with {shown(self, 'cross_tokenizer')}", why)])
         check_clip(self.kl_clip, divergence)
         check_sampled(self, divergence)
 
@@ -236,11 +236,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
         super().__setattr__(name, value)
         if "_checked" in vars(self) and name in ALIASES:  # TRL assigns the older name, transformers reads the newer
             super().__setattr__(ALIASES[name], value)
-
-    @property
-    def reads_forks(self) -> bool:
-        """Whether tokens are read that branch off a text."""
-        return self.cross_tokenizer is not None and self.cross_tokenizer_missed < 1
 
     @property
     def device(self) -> torch.device:

@@ -91,7 +91,7 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig, base: Samples
     """
     kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
-    spelled = {name: f", {said}" for name, one in teachers.items() if (said := getattr(one, "spelling", None))}
+    beside = {name: f", {said}" for name, one in teachers.items() if (said := getattr(one, "spelling", None))}
     teachers = {name: innermost(one) for name, one in teachers.items()}
     for name, teacher in teachers.items():
         if isinstance(teacher, StoredTeacher):
@@ -102,7 +102,7 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig, base: Samples
         if isinstance(teacher, FrozenTeacher):
             path = teacher.placement.adapter or path
         described[name] = (
-            f"{Path(path).name or type(source).__name__} {list(shape_of(teacher.head))}{spelled.get(name, '')}"
+            f"{Path(path).name or type(source).__name__} {list(shape_of(teacher.head))}{beside.get(name, '')}"
         )
     frozen = {name: one for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
     known = {name: one.head for name, one in teachers.items() if name in frozen or name in served}

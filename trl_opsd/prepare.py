@@ -23,7 +23,6 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd._compat.versions import warn_of_outside
 from trl_opsd.checkpoints import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, TOKENS, check_completion, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import (
     AnyDataset,
@@ -98,8 +97,8 @@ class Prepared:
     row_columns: tuple[str, ...]
     """Columns that are read."""
     rollout: Any
-    vocabularies: Mapping[str, ByteVocabulary]
-    """What tokens stand for, with `cross_tokenizer`: those of the student under an empty name, and of each teacher."""
+    cross: Any
+    """What tokenizers that differ are compared by, as `cross_tokenizer` names it; else `None`."""
     methods: tuple[Method, ...]
     """In their order, those of the user last."""
     environments: Environments | None
@@ -129,8 +128,12 @@ def prepare(
     quantization_config: Any,
     row_columns: Collection[str],
     choose_rollout: Callable[[Any, OPSDConfig], Any],
+    cross_tokenizers: Mapping[str, Callable[..., Any]],
 ) -> Prepared:
-    """Runs every check that needs no loaded model; `choose_rollout` chooses the rollout."""
+    """Runs every check that needs no loaded model; `choose_rollout` chooses the rollout.
+
+    `cross_tokenizers` makes what tokenizers that differ are compared by, for each value of that option.
+    """
     # 1. The options: what they are, and whether results could be saved.
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected a path, a model id, or a model.")
@@ -266,7 +269,7 @@ def prepare(
                 (
                     args.cross_tokenizer,
                     f"{shown(args, 'cross_tokenizer')} with images",
-                    "an image has no bytes of text",
+                    "an image is no text",
                 ),
             ]
         )
@@ -282,9 +285,14 @@ def prepare(
     if some := first.first_requests(intake):
         look_at(tokenizer, first.where, some, args, tools)
     ensure_special_tokens(tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
-    vocabularies = _vocabularies(tokenizer, models, teacher_processing_class, args, rows, intake)
-    if not vocabularies:
+    cross = None
+    if args.cross_tokenizer is None:
         check_tokenizers(tokenizer, models, teacher_processing_class, args)
+    else:
+        theirs = _tokenizers(models, teacher_processing_class, args)
+        requests = [one for some in rows.values() for one in some.first_requests(intake)]
+        texts = [text for one in requests for prompt in (one.student, one.of_teacher) for text in prompt.texts]
+        cross = cross_tokenizers[args.cross_tokenizer](args, tokenizer, theirs, texts)
     # 11. Servers, which may take minutes to start.
     check_up(args)
     return Prepared(
@@ -300,7 +308,7 @@ def prepare(
         reads_images=reads_images,
         row_columns=columns,
         rollout=chosen,
-        vocabularies=vocabularies,
+        cross=cross,
         methods=made,
         environments=environments,
         tools=tools,
@@ -442,25 +450,12 @@ def _check_models(
         refuse([(is_away, f"`{called}`, an adapter, on a server or with `teacher_offload='zero3'`", why)])
 
 
-def _vocabularies(
-    tokenizer: PreTrainedTokenizerBase,
-    models: Mapping[str, Any],
-    given: Any,
-    args: OPSDConfig,
-    rows: Mapping[str, Rows],
-    intake: Intake,
-) -> dict[str, ByteVocabulary]:
-    """What the tokens of student and teachers stand for, proved on the texts of the first rows."""
-    if args.cross_tokenizer is None:
-        return {}
-    requests = [one for some in rows.values() for one in some.first_requests(intake)]
-    texts = [text for one in requests for prompt in (one.student, one.of_teacher) for text in prompt.texts]
-    found = {"": ByteVocabulary.of(tokenizer, "the student's tokenizer", texts)}
-    for name, (theirs, _) in tokenizers_of(models, given, args).items():
-        if theirs is None:
-            raise ValueError(
-                f"`cross_tokenizer='bytes'`: the tokenizer of the {name} is not known: pass it as "
-                "`teacher_processing_class`."
-            )
-        found[name] = ByteVocabulary.of(text_tokenizer(theirs), f"the tokenizer of the {name}", texts)
+def _tokenizers(models: Mapping[str, Any], given: Any, args: OPSDConfig) -> dict[str, PreTrainedTokenizerBase]:
+    """Those of the teachers, which have their own."""
+    found = {name: one for name, (one, _) in tokenizers_of(models, given, args).items() if one is not None}
+    if unknown := [name for name in models if name not in found]:
+        raise ValueError(
+            f"{shown(args, 'cross_tokenizer')}: the tokenizer of the {unknown[0]} is not known: pass it as "
+            "`teacher_processing_class`."
+        )
     return found

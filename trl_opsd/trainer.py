@@ -17,6 +17,7 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, in_zero3_model, whole_head
+from trl_opsd.bytes import ByteTokenizers
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
@@ -33,9 +34,8 @@ from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.models.backbone import completion_hidden, context_of, preserved_mode
+from trl_opsd.models.backbone import context_of
 from trl_opsd.models.checks import check_can_learn, check_optimizer, check_student
-from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
@@ -47,7 +47,7 @@ from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import on_device
 from trl_opsd.teacher.checks import TeacherLike
-from trl_opsd.teacher.comparison import compared, pairs_to_read, tokens_by_teacher, with_forks
+from trl_opsd.teacher.comparison import compared, pairs_to_read
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -189,6 +189,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             methods=methods,
             row_columns=self.row_columns,
             choose_rollout=chosen_rollout,
+            cross_tokenizers={"bytes": ByteTokenizers},
         )
         check_methods(type(self))
         self.row_columns = given.row_columns
@@ -205,6 +206,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             peft_config=peft_config,
             tools=given.tools,
         )
+        self.cross = given.cross
         self.methods = Methods(self, given.methods)
         for one in self.methods:
             if isinstance(one, TrainerCallback):
@@ -304,17 +306,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 Denominator of the loss: the weights of the whole optimizer step, divided by the number of processes;
                 `None` means the tokens of this micro-batch.
         """
-        teachers, objective = self.teaching.teachers, self.current_objective
-        # First, as these reads wait for the device, which has no work queued yet.
-        host_BC = rollout.weights_on_host()
-        if self.batching.forks and any(row.by_byte for row in targets.rows or ()):
-            rollout, targets = self._forked(student, rollout, targets)
-            host_BC = rollout.weights_on_host()
-        mine = tokens_by_teacher(
-            teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head
-        )
-        read = completion_hidden if rollout.forks is None else forked_hidden
-        hidden_BCH = read(student, rollout, self.batching_to_learn)
+        teachers, policy, objective = self.teaching.teachers, self.batching_to_learn, self.current_objective
+        first, heads = next(iter(teachers.values())), (teachers.heads, teachers.origin_head)
+        comparison = first.compare(student, rollout, targets, objective, policy, *heads)
+        rollout, mine, hidden_BCH = comparison.rollout, comparison.shares, comparison.hidden_BCH
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
             whole_head(student) as head,
@@ -340,40 +335,26 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
                 sampled = partial(
                     samples_of,
-                    *(hidden_BCH, head, teacher_heads, rollout, targets),
+                    *(hidden_BCH, head, teacher_heads, rollout, comparison.targets),
                     objective=objective,
                     origin=origin,
                     tokenizer=self.processing_class,
                     placeholders=self.placeholders,
                     names=list(teachers),
+                    nats=comparison.nats,
                 )
                 self._recording.note(self.state, self.model.training, rollout, sampled)
         return parts
 
-    @torch.no_grad()
-    def _forked(self, student: CausalLM, rollout: Rollout, targets: TeacherTargets) -> tuple[Rollout, TeacherTargets]:
-        """The rows with the tokens that branch off them, as far as distributions over the next byte need these."""
-        with preserved_mode(student):
-            student.eval()
-            hidden_BCH = completion_hidden(student, rollout, self.batching_to_learn)
-        with whole_head(student) as head:
-            rollout, targets = with_forks(hidden_BCH, head, rollout, targets, self.current_objective)
-        read, added = (sum(each) for each in zip(*rollout.branching, strict=True))
-        self.record("cross/forks", added / max(1, read), read)
-        return rollout, targets
-
     @property
     def current_objective(self) -> Objective:
         """How student and teachers are compared now."""
-        spelling = self.teaching.spelling
         objective = Objective(
             divergence=self.divergence,
             temperatures=self.temperatures,
             chunk_tokens=self.args.loss_chunk_tokens,
             vocabulary=self.teaching.vocabulary,
             kl_clip=self.args.kl_clip,
-            table=None if spelling is None else spelling.table,
-            most_missed=self.args.cross_tokenizer_missed,
         )
         return self.methods.objective(objective)
 
@@ -432,9 +413,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             with self._generation.substituted(teacher):
                 yield
             return
-        if self.teaching.spelling is not None:
+        if self.cross is not None:
             raise ValueError(
-                "`generating_with` with `cross_tokenizer='bytes'`: prompts are ids of the student's tokens, which no "
+                "`generating_with` with `cross_tokenizer`: prompts are ids of the student's tokens, which no "
                 "other model reads: measure the teacher in a run of its own, as the student."
             )
         if isinstance(teacher, str) and teacher not in self.teachers:

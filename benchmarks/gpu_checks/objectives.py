@@ -14,14 +14,13 @@ from timing import median
 
 from gpu_checks.findings import Findings
 from gpu_checks.losses import SHARED, SHARED_TOY, sizes
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.data.covering import Cutter, Nodes
+from trl_opsd.bytes.covering import Cutter, Nodes
+from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence
+from trl_opsd.bytes.ranges import dense_byte_logarithms
+from trl_opsd.bytes.table import Spelled, byte_head
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.losses import ReverseKL, dense_divergence, streamed_divergence
-from trl_opsd.losses.bytewise import byte_logarithms, bytewise_divergence
-from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
-from trl_opsd.types.bytewise import byte_head
-from trl_opsd.types.spelled import Spelled
 
 THIRD = 1.8
 """Time with a contrast over that without. A second teacher's states are one more T and another 8 bytes written and read

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.byte_languages import Language, byte_pairs
 
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 
 LEAST = {
     "Gold": 0.1,

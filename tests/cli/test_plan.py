@@ -330,9 +330,7 @@ def test_what_a_contrast_adds():
     assert spent[1]["scoring"] == 2 * spent[0]["scoring"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "phase"), [("--origin", "rollout"), ("--contrast", "training"), ("--bytes", "scoring")]
-)
+@pytest.mark.parametrize(("flag", "phase"), [("--origin", "rollout"), ("--contrast", "training")])
 def test_the_command_counts_it(planned, flag, phase):
     peaks = []
     for flags in ((), (flag,)):

@@ -421,6 +421,7 @@ NOT_BORROWED = {
     "_device_types": "of a process group, in C++",
     "_dynamo": "a module",
     "_get_backend": "of a process group, in C++",
+    "_asdict": "of every named tuple",
     "_replace": "of every named tuple",
     "_set_default_timeout": "of a process group, in C++; asked for before it is called",
     "_timeout": "of a process group, in C++",

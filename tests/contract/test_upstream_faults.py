@@ -26,7 +26,7 @@ from transformers import BloomConfig, BloomForCausalLM, TrainerCallback
 from trl import DistillationConfig
 from trl.experimental.gold.gold_trainer import ULDLoss
 
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 
 CALL = {"type": "function", "function": {"name": "none", "arguments": {}}}
 

@@ -19,7 +19,9 @@ from support.simulated_device import waits
 from transformers import TrainerCallback
 from visits import SkipNear
 
-from trl_opsd import OPSDTrainer, trainer
+from trl_opsd import OPSDTrainer
+from trl_opsd.bytes import teacher as bytewise
+from trl_opsd.teacher import comparison
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "text": dict,
@@ -87,8 +89,9 @@ def counted(folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Waited]
 
     with (
         patch.object(tiny, "options", lambda folder, **more: given(folder, use_cpu=False, **more)),
-        patch.object(trainer, "completion_hidden", partial(student, trainer.completion_hidden)),
-        patch.object(trainer, "forked_hidden", partial(student, trainer.forked_hidden)),
+        patch.object(comparison, "completion_hidden", partial(student, comparison.completion_hidden)),
+        patch.object(bytewise, "forked_hidden", partial(student, bytewise.forked_hidden)),
+        patch.object(bytewise, "completion_hidden", partial(student, bytewise.completion_hidden)),
     ):
         for name in names:
             try:

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses.bytewise import byte_logarithms, forks_needed
-from trl_opsd.models.forks import forked_hidden
+from trl_opsd.bytes.divergence import byte_logarithms, forks_needed
+from trl_opsd.bytes.forks import ForkedRollout, forked_hidden
+from trl_opsd.bytes.table import Spelled
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.rollout.vllm import VLLMRollout
 from trl_opsd.types import LazyLogits, OutputHead, Rollout
-from trl_opsd.types.spelled import Spelled
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -232,7 +232,7 @@ def test_next_bytes_of_pretrained_model_add_up_to_texts(smollm2, words):
         (needed,) = forks_needed(LazyLogits(read, head), vocabulary.table, after, [tree], 0.01)
         tree, row = replace(tree, read=needed, column=len(after)), Rollout.of([ids[:1]], [ids[1:]], torch.device("cpu"))
         with torch.no_grad():
-            states_CH = forked_hidden(model, row.with_forks([tree.branches()]))[0]
+            states_CH = forked_hidden(model, ForkedRollout.branching(row, [tree.branches()]))[0]
         spelled = Spelled.of([tree], [torch.zeros(len(tree.token))], [0], torch.arange(len(after)))
         own = torch.tensor([*ids[1:], *[0] * int(needed.sum())])[spelled.places]
         logs, missed = byte_logarithms(LazyLogits(states_CH[spelled.places], head), vocabulary.table, own, spelled)

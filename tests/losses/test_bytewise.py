@@ -24,14 +24,13 @@ from test_cost import counted_flops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses import ForwardKL, GeneralizedJSD, NegativeLogAcceptance, ReverseKL, byte_ranges, bytewise, side
-from trl_opsd.losses.byte_ranges import _FLOOR
-from trl_opsd.losses.bytewise import byte_logarithms, bytewise_divergence, forks_needed
-from trl_opsd.losses.dense import dense_byte_logarithms
+from trl_opsd.bytes import divergence, ranges
+from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
+from trl_opsd.bytes.table import OUTCOMES, Spelled, byte_head
+from trl_opsd.bytes.vocabulary import ByteVocabulary
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, NegativeLogAcceptance, ReverseKL, side
 from trl_opsd.types import LazyLogits, OutputHead, Sampled
-from trl_opsd.types.bytewise import OUTCOMES, byte_head
-from trl_opsd.types.spelled import Spelled
 
 SMALL = small_languages()
 COLUMN = 10_000
@@ -182,7 +181,7 @@ def test_an_odd_token_does_not_double_a_long_text():
     assert len(other.leaves) < 1.5 * len(whole.leaves)
     spelled = spelled_of(replace(other, read=torch.ones(len(other.fork), dtype=torch.bool), column=COLUMN))
     model = drawn(vocabulary, len(spelled.places))
-    plan = byte_ranges.Plan.of(model, 32, vocabulary.table, ids_at(spelled, odd), spelled)
+    plan = ranges.Plan.of(model, 32, vocabulary.table, ids_at(spelled, odd), spelled)
     assert max(one.states.stop - one.states.start for one in plan.tiles) < 250
 
 
@@ -461,7 +460,7 @@ def test_step_costs_three_student_products_and_one_teacher_product(chunk_tokens)
     student = LazyLogits(torch.randn(tokens, width, requires_grad=True), head)
     own = ids_at(spelled, ids)
     product, tiles = 2 * width * len(vocabulary.table.order), [
-        one.states for one in byte_ranges.Plan.of(student, chunk_tokens, vocabulary.table, own, spelled).tiles
+        one.states for one in ranges.Plan.of(student, chunk_tokens, vocabulary.table, own, spelled).tiles
     ]  # fmt: skip
     states = sum(one.stop - one.start for one in tiles)
     assert tokens <= states < 1.2 * tokens  # each tile but the first reads a few states more
@@ -493,8 +492,8 @@ class BetweenDevices(TorchDispatchMode):
 @pytest.mark.parametrize("chunk_tokens", [20, 64])
 def test_indices_are_copied_once_for_all_tiles_without_waiting(monkeypatch, chunk_tokens):
     """A device without numbers raises where the host needs one."""
-    monkeypatch.setattr(byte_ranges, "has_streams", lambda device: False)
-    monkeypatch.setattr(byte_ranges, "product_dtype", lambda side: torch.float32)  # there is no autocast on it
+    monkeypatch.setattr(ranges, "has_streams", lambda device: False)
+    monkeypatch.setattr(ranges, "product_dtype", lambda side: torch.float32)  # there is no autocast on it
     vocabulary, device = small_vocabulary(), torch.device("meta")
     vocabulary.table.to(device)
     _, tree = row_of(vocabulary, "abcab cab bcabb " * 8, "some", "")
@@ -520,7 +519,7 @@ def test_gradients_of_several_tiles_meet_the_heads_at_once(monkeypatch):
 
     monkeypatch.setattr(side, "operand", lambda tensor, dtype: tensor.detach().double())
     monkeypatch.setattr(side, "addmm_", addmm)
-    monkeypatch.setattr(bytewise, "addmm_", addmm)
+    monkeypatch.setattr(divergence, "addmm_", addmm)
     vocabulary = wide_vocabulary()
     ids, tree = row_of(vocabulary, "abcabcaabbccabc", "some", "cab")
     states = len(spelled_of(tree).places)

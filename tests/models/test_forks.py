@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from support import tiny
 
-from trl_opsd.models.forks import FORKS, forked_hidden
+from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden
 from trl_opsd.models.padding import distances
 from trl_opsd.models.probes import PADDING, Doubt, Probed, require
 from trl_opsd.types import Rollout
@@ -28,7 +29,7 @@ def toy(monkeypatch):
 
 def forked():
     rollout = Rollout.of(*zip(*ROWS, strict=True), torch.device("cpu"))
-    return rollout.with_forks(FORKS_OF)
+    return ForkedRollout.branching(rollout, FORKS_OF)
 
 
 def path(row, node):
@@ -82,8 +83,9 @@ def test_forks_have_the_states_of_rows_alone(toy, family, attention):
         for layer in model.modules():
             if getattr(layer, name, None) is not None and isinstance(getattr(layer, name), int):
                 setattr(layer, name, value)
-    probed = Probed(model, "student").prove(PADDING, FORKS)
-    assert probed.batching.forks
+    forking = Forking("student", 0.01)
+    Probed(model, "student").prove(PADDING, forking.probe)
+    assert forking.works
     with torch.no_grad():
         found, expected = agree(model)
     assert distances(found, expected).max() < 1e-4
@@ -106,15 +108,17 @@ def test_families_that_cannot_are_read_without_forks(toy, family):
     model = toy(family, 259).eval()
     probed = Probed(model, "student")
     require([PADDING], probed)
+    PartialState()
+    forking = Forking("student", 0.01)
     with pytest.raises(Doubt, match="branch off a row"):
-        FORKS.run(probed)
-    assert not probed.batching.forks
+        forking.probe.run(probed)
+    assert not forking.works
 
 
 def test_a_row_selected_has_its_own_forks():
     both = forked()
     one = both.select([1])
-    assert one.forks.rows == (FORKS_OF[1],)
+    assert one.forks == (FORKS_OF[1],)
     assert one.completion_ids.shape == (1, 15)
     assert both.sizes == [3 + 14 + 5, 1 + 3 + 1]
     assert one.cut() is one

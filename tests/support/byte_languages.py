@@ -14,8 +14,8 @@ from support import tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.types.bytewise import CoveringTree
+from trl_opsd.bytes.table import CoveringTree
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 
 
 def of_merges(merges: Sequence[tuple[bytes, bytes]], *, splits: bool = False) -> PreTrainedTokenizerFast:

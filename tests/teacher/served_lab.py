@@ -46,7 +46,7 @@ def states_teacher(path: str, url: str, deadline: float = 20.0, timeout: float =
     """A teacher whose server returns states, compared with its checkpoint."""
     server = TeacherServer(url, deadline, timeout)
     teacher = ServedTeacher(path, server, answers_of(server, "states", path, {}, CPU, tiny.VOCABULARY))
-    teacher.compare({})
+    teacher.check_predictions({})
     return teacher
 
 

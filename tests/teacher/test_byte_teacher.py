@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -20,15 +22,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout, Method, OPSDTrainer
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses.byte_ranges import _FLOOR
-from trl_opsd.losses.dense import dense_byte_logarithms
-from trl_opsd.teacher import FrozenTeacher, Teacher, bytewise
-from trl_opsd.teacher.bytewise import ByteTeacher
+from trl_opsd.bytes import teacher as bytewise
+from trl_opsd.bytes.forks import Forking
+from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
+from trl_opsd.bytes.table import ByteTargets, CoveringTree, Spelled
+from trl_opsd.bytes.teacher import ByteTeacher
+from trl_opsd.bytes.vocabulary import ByteVocabulary
+from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.frozen import Resident
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets, CoveringTree
-from trl_opsd.types.spelled import Spelled
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 PROMPTS = ["Once", "def f(x):", "  Ünï ", "2+2="]
@@ -319,9 +321,11 @@ def test_resumed_run_has_the_weights_of_an_uninterrupted_one(make, tmp_path):
         other.train(resume_from_checkpoint=str(Path(given["output_dir"]) / "checkpoint-2"))
 
 
-def byte_teacher(mine, yours):
-    _, teacher = models()
-    return ByteTeacher(FrozenTeacher(Resident(teacher, torch.device("cpu"))), mine, yours, lambda: 1.0)
+def byte_teacher(mine, yours, teacher=None):
+    args = {"loss_chunk_tokens": None, "teacher_cache_device": "auto", "cross_tokenizer_missed": 1e-3}
+    host = SimpleNamespace(args=SimpleNamespace(**args), temperatures=(1.0, 1.0))
+    teacher = teacher or FrozenTeacher(Resident(models()[1], torch.device("cpu")))
+    return ByteTeacher(teacher, mine, yours, host, Forking("student", 1e-3))
 
 
 @pytest.mark.parametrize(
@@ -530,10 +534,10 @@ def test_only_text_that_is_told_whole_has_an_end(make):
     (writer,) = trainer._generation._teacher_rollouts.values()
     end = words.eos_token_id
     assert writer._host.generation_config.eos_token_id[0] == end != MINE.eos_token_id
-    cut = words("ab\N{GRINNING FACE}")["input_ids"][:-1]
-    assert writer._retold([*words("ab")["input_ids"], end]) == [*MINE("ab")["input_ids"], MINE.eos_token_id]
-    assert writer._retold(words("ab")["input_ids"]) == MINE("ab")["input_ids"]
-    assert writer._retold([*cut, end]) == MINE("ab")["input_ids"]
+    cut, told = words("ab\N{GRINNING FACE}")["input_ids"][:-1], partial(trainer.teacher.told, ends=[end])
+    assert told([*words("ab")["input_ids"], end]) == [*MINE("ab")["input_ids"], MINE.eos_token_id]
+    assert told(words("ab")["input_ids"]) == MINE("ab")["input_ids"]
+    assert told([*cut, end]) == MINE("ab")["input_ids"]
 
 
 def test_ids_without_a_row_are_not_told():
@@ -601,8 +605,8 @@ def test_besides_targets_the_memory_is_that_of_a_few_rows(monkeypatch):
     rows = 64
     monkeypatch.setattr(bytewise, "_ROWS", 1)
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
-    teacher = ByteTeacher(Random(OutputHead(torch.randn(len(YOURS), 4))), mine, yours, lambda: 1.0)
-    teacher._is_unproved = False
+    teacher = byte_teacher(mine, yours, Random(OutputHead(torch.randn(len(YOURS), 4))))
+    teacher._checked._unproved.clear()
     ids = MINE("a text of which there are several copies, and nothing else in it")["input_ids"]
     rollout = Rollout.of([[3]] * rows, [ids] * rows, torch.device("cpu"))
     assert mine.table.order.nbytes + yours.table.order.nbytes < 10_000  # made before what is measured
@@ -642,7 +646,7 @@ class Plain(Teacher):
     context = None
 
     def targets(self, rollout):
-        assert rollout.forks is None
+        assert type(rollout) is Rollout
         return self.inner.targets(rollout)
 
 

@@ -141,7 +141,7 @@ def test_a_faulty_answer_is_never_learned_from(checkpoint, models, monkeypatch, 
             asked.look(tiny.tokenizer())
             targets = "both_top_k" if kind == "vLLM" else "teacher_top_k"
             teacher = ServedTeacher(path, asked, answers_of(asked, targets, path, {}, CPU, V, K))
-            teacher.compare({})
+            teacher.check_predictions({})
             return teacher
 
         def fault(server: Any, right: torch.Tensor) -> Any:

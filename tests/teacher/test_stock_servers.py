@@ -46,7 +46,7 @@ def asked(url: str) -> TeacherServer:
 
 def teacher_of(server: TeacherServer, path: str, targets: str) -> ServedTeacher:
     teacher = ServedTeacher(path, server, answers_of(server, targets, path, {}, CPU, V, 8))
-    teacher.compare({})
+    teacher.check_predictions({})
     return teacher
 
 

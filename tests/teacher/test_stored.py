@@ -226,7 +226,7 @@ OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
         ({"teacher_model": teachers(), **TWO}, "with `teacher_model`: the targets of all rows are read"),
         ({"teacher_model_kind": "base"}, "with `teacher_model_kind='base'`: .* no teacher is loaded"),
         ({"teacher_model_name_or_path": "there"}, "with `teacher_model_name_or_path='there'`: .* no teacher is loaded"),
-        ({"cross_tokenizer": "bytes"}, "compared by their bytes"),
+        ({"cross_tokenizer": "bytes"}, "other tokens than the student"),
         ({"teacher_targets": "nowhere"}, "expected a folder that `trl-opsd targets` has written"),
     ],
 )

@@ -202,7 +202,6 @@ def plan(
         bool, typer.Option("--origin", help="Also read the student as it was passed (`anchor`, `extrapolation`).")
     ] = False,
     contrast: Annotated[bool, typer.Option("--contrast", help="The teacher also reads a contrast.")] = False,
-    by_bytes: Annotated[bool, typer.Option("--bytes", help="With `cross_tokenizer='bytes'`.")] = False,
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
@@ -217,9 +216,7 @@ def plan(
     from trl_opsd.cli.plan.shown import planned, show
 
     memory, flops, traffic = int(gpu_memory * 1e9), tflops * 1e12, bandwidth * 1e9
-    load = Load(
-        gpus, batch, prompt, length, bf16, checkpointing, lora, memory, origin, contrast, by_bytes, flops, traffic
-    )
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, memory, origin, contrast, flops, traffic)
     sizes = [tuple(map(int, one.split("x"))) for one in image or ()]
     found = planned(student, teacher or student, load, sizes, host_memory and host_memory * 1e9, engine)
     print(json.dumps(found, indent=2)) if as_json else show(found, load)

@@ -259,7 +259,7 @@ def _header(trainer: OPSDTrainer, top_k: int) -> tuple[dict[str, Any], dict[str,
         getattr(one, "student_k", 0) for one in teachers.values()
     )
     what = shown(args, "teacher_model_kind", "teacher_server_targets", "cross_tokenizer")
-    why = "a folder keeps no bytes, and nothing that changes with the student; set 'base', 'teacher_top_k', and None"
+    why = "a folder keeps shared tokens, and nothing that a student changes; set 'base', 'teacher_top_k', and None"
     refuse([(changes or args.cross_tokenizer, what, why)])
     now = fingerprint.of_teachers(teachers, args, trainer.base_samples)
     heads, said = {}, {}

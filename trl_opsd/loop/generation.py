@@ -18,7 +18,6 @@ from trl_opsd.data.readers import PromptLimits
 from trl_opsd.loop.overrides import of_package, own_verbs
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.models.forks import FORKS, warn_without_forks
 from trl_opsd.models.probes import Probed, prove_student
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
@@ -126,11 +125,9 @@ class Generation:
         host, args = self._host, self._host.args
         if self._is_proved:
             return
-        more = [FORKS] if args.reads_forks else []
+        more = () if host.cross is None else host.cross.probes
         host.batching = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
         self._is_proved = True
-        if args.reads_forks and not host.batching.forks:
-            warn_without_forks("student", args.cross_tokenizer_missed)
         if host.reads_images:
             self.prove_images()
 
@@ -256,7 +253,9 @@ class Generation:
         """A teacher that completes prompts; a `ValueError` if it cannot."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
-        return TeacherRollout(self._host, *self._host.teaching.as_substitute(teacher, limits))
+        if self._host.cross is None:
+            return TeacherRollout(self._host, teacher, limits)
+        return TeacherRollout(self._host, teacher.teacher, limits, teacher)
 
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""

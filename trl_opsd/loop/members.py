@@ -60,6 +60,8 @@ class TrainerMembers(UpstreamFixes):
     chat_template_kwargs: dict[str, Any]
     row_group: RowGroup | None = None
     """The processes that share rows with this one; `None` without sequence parallelism."""
+    cross: Any = None
+    """What tokenizers that differ are compared by, as `cross_tokenizer` names it; else `None`."""
     is_built: bool = False
     """Whether construction has ended."""
     turns: Turns | None

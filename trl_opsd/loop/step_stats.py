@@ -216,7 +216,7 @@ class StepStats:
         of_teachers = [f"{name}/{teacher}" for name in _BY_TEACHER for teacher in teachers]
         named = dict(zip((*LossParts.ROW_NAMES, *of_teachers), sums, strict=True))
         weighs = self._trainer.learns_from_draws and rollout.logprobs is not None
-        are_whole, spelling = self._trainer.teaching.teachers.are_whole, self._trainer.teaching.spelling
+        are_whole, cross = self._trainer.teaching.teachers.are_whole, self._trainer.cross
         # The sums of an option that is off are 0, which would be logged as if measured.
         is_on = {
             "clipped": self._trainer.args.kl_clip is not None,
@@ -226,8 +226,8 @@ class StepStats:
             "gated": weighs and getattr(self._trainer.divergence, "clip_min", None) is not None,
             # 0 at each token is what a divergence that does not tell leaves.
             "accepted": are_whole and named["accepted"] > 0,
-            "outcomes": spelling is not None,
-            **dict.fromkeys(("same_first", "teacher_first", "ranked"), are_whole and spelling is None),
+            "outcomes": cross is not None,
+            **dict.fromkeys(("same_first", "teacher_first", "ranked"), are_whole and cross is None),
         }
         return {name: one for name, one in named.items() if is_on.get(name, True)}
 

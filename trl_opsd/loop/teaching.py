@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
 from trl_opsd.data.images import begin_reading, places, settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
@@ -30,9 +29,8 @@ from trl_opsd.models.backbone import shape_of
 from trl_opsd.models.checks import student_limits
 from trl_opsd.options.rules import check_train_size
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.teacher.base import Teacher, innermost
+from trl_opsd.teacher.base import innermost
 from trl_opsd.teacher.build import build_teachers
-from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
@@ -78,7 +76,7 @@ class Teaching:
         """Entries of the fingerprint that describe what was passed."""
         self.readers = Readers(
             intake=given.intake,
-            tokenizers=(theirs := {name: one.tokenizer for name, one in given.vocabularies.items() if name}),
+            tokenizers=(theirs := {} if host.cross is None else host.cross.of_teachers),
             largest_ids={name: largest_id(one) for name, one in {"": host.processing_class, **theirs}.items()},
             tokenize=host.tokenize,
             tokenize_with_images=host.tokenize_with_images,
@@ -89,9 +87,6 @@ class Teaching:
             settings=(host.chat_template_kwargs, [tool.__name__ for tool in host.tools or ()], self._processors()),
             student_limits=student_limits(host.model, host.args),
         )
-        mine = given.vocabularies.get("")
-        self.spelling = None if mine is None else mine.within(self.readers.student_limits.vocabulary)
-        """What the student's tokens stand for, where teachers have other ones."""
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
 
     def build(self) -> None:
@@ -108,19 +103,11 @@ class Teaching:
 
     def build_teachers(self, models: Mapping[str, Any]) -> None:
         """Builds teachers from models or paths, in place of those that were there before."""
-        host, spelling = self._host, self.spelling
+        host, wrap = self._host, None
         self.readers = self._student_readers
-        by_bytes: dict[str, Callable[[Teacher], Teacher]] = {}
-        if spelling is not None:
-            given = partial(
-                ByteTeacher,
-                student=spelling,
-                temperature=lambda: host.temperatures[1],
-                chunk_tokens=host.args.loss_chunk_tokens,
-                cache_device=host.args.teacher_cache_device,
-                most_missed=host.args.cross_tokenizer_missed,
-            )
-            by_bytes = {name: partial(given, its=its) for name, its in self._given.vocabularies.items() if name}
+        if host.cross is not None:
+            self.vocabulary = host.cross.within(self.readers.student_limits.vocabulary)
+            wrap = partial(host.cross.teacher, host=host)
         with autocast(host.accelerator):
             self.teachers = build_teachers(
                 models,
@@ -131,7 +118,7 @@ class Teaching:
                 host.base_samples,
                 host.divergence,
                 host.processing_class,
-                by_bytes=by_bytes,
+                wrap=wrap,
                 reads=host.methods.reads,
                 needs_whole=next((type(one).__name__ for one in host.methods if one.needs_whole), None),
             )
@@ -141,28 +128,15 @@ class Teaching:
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
-        ids = {
-            name: shape_of(one.teacher.head if isinstance(one, ByteTeacher) else one.head)[0]
-            for name, one in self.teachers.items()
-        }
+        ids = {name: shape_of(innermost(one).head)[0] for name, one in self.teachers.items()}
         contexts = {name: one.context for name, one in self.teachers.items()}
-        if spelling is not None:
-            self.vocabulary = len(spelling.texts)  # other ids have no bytes, so they are never generated
-        else:
+        if host.cross is None:
             self.vocabulary = shared_vocabulary(self.readers.student_limits.vocabulary, ids, host.processing_class)
-        self.readers = self.readers.with_teachers(self.vocabulary, contexts, ids if by_bytes else {})
+        self.readers = self.readers.with_teachers(self.vocabulary, contexts, {} if host.cross is None else ids)
         if host.args.seq_kd:
             self._use_teachers(self.teachers)
         if host.reads_images:
             self.prove_images()
-
-    def as_substitute(
-        self, teacher: Any, limits: PromptLimits
-    ) -> tuple[Any, PromptLimits, tuple[ByteVocabulary, ByteVocabulary] | None]:
-        """A teacher as it generates, and what the tokens of the student and its own stand for, where they differ."""
-        if self.spelling is None or not isinstance(teacher, ByteTeacher):
-            return teacher, limits, None
-        return innermost(teacher), limits, (self.spelling, teacher.its)
 
     def prove_images(self) -> None:
         """Verifies how the teachers read images. Collective."""

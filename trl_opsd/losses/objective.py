@@ -12,13 +12,10 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from trl_opsd.losses.bytewise import MOST_MISSED, bytewise_divergence
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, ReferenceModel, Sampled
-from trl_opsd.types.bytewise import ByteTable
-from trl_opsd.types.spelled import Spelled
 
 
 def head_of_reference(name: str, teacher: OutputHead, origin: OutputHead | None) -> OutputHead:
@@ -45,10 +42,6 @@ class Objective:
     """The divergence from the origin, times that weight."""
     selection: Selection | None = None
     """Which tokens of each row are compared, where that depends on logits; `None` for all."""
-    table: ByteTable | None = None
-    """The student's vocabulary by bytes, where the teacher has another one."""
-    most_missed: float = MOST_MISSED
-    """The share of a distribution over bytes that may be missed where it is compared."""
 
     def of(
         self,
@@ -57,18 +50,8 @@ class Objective:
         weights: Tensor | None,
         sampled: Sampled | None,
         reference_states: Mapping[str, tuple[Tensor, OutputHead]] = MappingProxyType({}),
-        spelled: Spelled | None = None,
     ) -> PerToken:
-        """The divergence of tokens, models as hidden states [N, H] and head [V, H]; `reference_states` by their role.
-
-        With `spelled`, the teacher's are logarithms of its distributions over bytes, in which its temperature is.
-        """
-        if spelled is not None:
-            assert self.table is not None, "there are bytes only where there is a table"
-            assert sampled is not None, "a comparison by bytes reads the tokens"
-            pair = LazyLogits(*student, self.temperatures[0]), LazyLogits(*teacher)
-            how = self.chunk_tokens, self.most_missed
-            return bytewise_divergence(*pair, self.divergence, self.table, spelled, sampled, weights, *how)
+        """The divergence of tokens, of models as hidden states [N, H] and head [V, H]; references by their role."""
         return streamed_divergence(
             LazyLogits(*student, self.temperatures[0]),
             LazyLogits(*teacher, self.temperatures[1]),

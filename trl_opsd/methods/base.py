@@ -231,7 +231,7 @@ class Method:
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
         """Tokens of an evaluation that a teacher has scored, [N], weighted, 0 in rows that only fill a batch.
 
-        For each micro-batch and teacher, once its loss is known, and no collectives in it. Not by bytes.
+        For each micro-batch and teacher, once its loss is known, and no collectives in it. Not with `cross_tokenizer`.
         """
 
     def evaluated(self, sums: MutableMapping[str, Any]) -> None:

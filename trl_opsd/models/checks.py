@@ -37,14 +37,17 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
     Refuses a path that cannot be found, and another kind of model.
     """
     if isinstance(model, str):
+        found, why = None, "An adapter alone is no student: load it with `PeftModel.from_pretrained`."
         try:
             found = cached_file(model, CONFIG_NAME, **place_of(loading))
         except OSError as error:
+            why = str(error).splitlines()[0]
+        if found is None:
             raise ValueError(
                 f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor an accessible model on the Hub: "
-                f"correct it, or log in. {str(error).splitlines()[0]}"
-            ) from error
-        config = json.loads(Path(found or "").read_text(encoding="utf-8"))
+                f"correct it, or log in. {why}"
+            )
+        config = json.loads(Path(found).read_text(encoding="utf-8"))
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
     elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft(model)):
         inner = without_peft(model)

@@ -37,8 +37,6 @@ class BatchPolicy:
     """The width of padded rows is rounded up to a multiple of this."""
     dummy_image_prompt: PromptIds | None = None
     """A prompt with an image, read beside rows without: under DeepSpeed and FSDP2 all processes run its tower."""
-    forks: bool = field(default=False, compare=False)
-    """Whether tokens may branch off a row, by a mask of one's own."""
     needs_mask: bool = field(default=True, compare=False)
     """Whether padding after a row has to be masked: a mask that changes nothing rules out attention's fast kernels."""
 

@@ -94,7 +94,7 @@ def check_together(args: Any) -> None:
                 (
                     args.cross_tokenizer is not None and getattr(args, name) is not None,
                     shown(args, name, "cross_tokenizer"),
-                    "the teacher has other tokens, which are compared by their bytes; remove one of them",
+                    "the teacher has other tokens than the student; remove one of them",
                 )
                 for name in _TOKENS
             ),

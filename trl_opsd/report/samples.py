@@ -19,10 +19,8 @@ from trl_opsd.losses import ReverseKL, SampledReverseKL
 from trl_opsd.losses.objective import Objective, head_of_reference
 from trl_opsd.losses.streamed import streamed_entropy, streamed_known
 from trl_opsd.models.tokenizers import readable
-from trl_opsd.types import LazyLogits, OutputHead, Rollout, Sampled, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.known import KnownTokens, TokenHead
-from trl_opsd.types.spelled import Spelled
 
 TOKENS = 200
 """Maximum generated tokens of a completion recorded."""
@@ -85,8 +83,12 @@ def samples_of(
     tokenizer: Any,
     placeholders: Collection[int],
     names: Sequence[str],
+    nats: Callable[..., Tensor] | None = None,
 ) -> list[Sample]:
-    """Some rows of a batch, with the distributions that its loss compares; waits for the device."""
+    """Some rows of a batch, with the distributions that its loss compares; waits for the device.
+
+    `nats` has the divergences of a row where its teacher has no distributions over tokens.
+    """
     # A sampled estimate says little about a single token: the reverse KL, its mean, is recorded instead.
     measure = ReverseKL() if isinstance(objective.divergence, SampledReverseKL) else objective.divergence
     objective = replace(objective, divergence=measure, chunk_tokens=CHUNK, kl_clip=None, anchor_weight=0.0)
@@ -105,9 +107,8 @@ def samples_of(
             hidden_nH = hidden_BCH[row].detach().index_select(0, places_n.to(hidden_BCH.device)).to(head.weight.device)
             ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
             columns = _numbers(
-                (hidden_nH, head), teacher_heads[number], targets, row, places_n, ids_n, objective, origin,
-                (hidden_BCH[row].detach().to(head.weight.device), rollout.completion_ids[row].cpu()),
-            )  # fmt: skip
+                (hidden_nH, head), teacher_heads[number], targets, row, places_n, ids_n, objective, origin, nats
+            )
             numbers = dict(zip(places_n.tolist(), zip(*columns, strict=True), strict=True))
         tokens: list[Token] = []
         answers: list[tuple[int, str]] = []
@@ -143,24 +144,16 @@ def _numbers(
     ids_n: Tensor,
     objective: Objective,
     origin: OutputHead | None,
-    of_row: tuple[Tensor, Tensor],
+    nats: Callable[..., Tensor] | None,
 ) -> tuple[Sequence[Any], ...]:
     """The columns of [`Token`] but its text, with ids in place of the teacher's choices, and their probabilities."""
     temperatures, vocabulary, device = objective.temperatures, objective.vocabulary, student[0].device
     teacher_head = teacher_head.to(device)
     sampled_n = ids_n.to(device)
     of_student = (-streamed_entropy(LazyLogits(*student, temperatures[0]), CHUNK, vocabulary, sampled_n)).exp().tolist()
-    by_bytes = targets.rows[row] if targets.rows is not None else None
-    if isinstance(by_bytes, ByteTargets):  # which have no distribution over tokens
-        spelled = Spelled.of([by_bytes.tree], [by_bytes.missed], [0], places_n)
-        theirs = by_bytes.hidden[spelled.kept.to(by_bytes.hidden.device)], teacher_head
-        hidden_CH, ids_C = of_row
-        of_pass = hidden_CH[spelled.places.to(device)], student[1]
-        # Of states after forks, and of others that are only read for these tokens, nothing is shown.
-        found_S = objective.of(of_pass, theirs, None, Sampled(ids_C[spelled.places].to(device)), spelled=spelled)
-        which = {place: number for number, place in enumerate(spelled.places.tolist())}
-        nats = found_S.divergence[[which[place] for place in places_n.tolist()]]
-        return nats.tolist(), of_student, [None] * len(ids_n), *[[()] * len(ids_n)] * 2
+    if nats is not None:
+        told_n: list[float] = nats(objective, row, places_n, student[1], teacher_head).tolist()
+        return told_n, of_student, [None] * len(ids_n), *[[()] * len(ids_n)] * 2
     theirs = targets.of(row, places_n).to(device), teacher_head
     reference_states = {
         name: (states_nH.to(device), head_of_reference(name, teacher_head, origin))

@@ -15,7 +15,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import splits_student
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.padding import BatchPolicy
@@ -44,7 +43,7 @@ class GeneratingTeacher(Protocol):
 class TeacherRollout:
     """Generates with a teacher, in each process by itself; `limits` are of its prompts, with its name.
 
-    Where tokenizers differ, `spellings` are the student's and its own.
+    Where tokenizers differ, `translator` has its own, and tells completions in the student's tokens.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class TeacherRollout:
         host: Host,
         teacher: GeneratingTeacher,
         limits: PromptLimits,
-        spellings: tuple[ByteVocabulary, ByteVocabulary] | None = None,
+        translator: Any = None,
     ) -> None:
         is_student = getattr(teacher, "model", None) is host.model
         # Processes have different numbers of rows for a teacher, so its forward passes may not be collective.
@@ -64,8 +63,8 @@ class TeacherRollout:
                 "`generating_with`): use `teacher_offload='none'` or 'cpu' without a server, or generate them "
                 "beforehand, into a column 'completion'."
             )
-        words = None if spellings is None else spellings[1].tokenizer
-        self._spellings, self._ends = spellings, host.eos_token_ids
+        words = None if translator is None else translator.tokenizer
+        self._translator = translator
         self._host = cast(Host, _AsStudent(host, teacher, limits, words))
         self._rollout = HFRollout()
         self._rollout.has_whole_copies, self._rollout.generator = True, limits.reader
@@ -90,22 +89,9 @@ class TeacherRollout:
         """A completion for each prompt, cut after the first end token; empty if none of it can be told."""
         written = self._rollout.complete(prompts, self._host.state.global_step)
         completions = checked_completions(written, self._host, prompts, self._host.limits.reader)
-        return completions if self._spellings is None else [self._retold(ids) for ids in completions]
-
-    def _retold(self, ids: list[int]) -> list[int]:
-        """A completion in the student's tokens, as far as these spell it and there is room; counts what they do."""
-        assert self._spellings is not None, "tokenizers differ"
-        mine, yours = self._spellings
-        ended = ids[-1:] and ids[-1] in self._host.eos_token_ids
-        body = ids[:-1] if ended else ids
-        told, kept = mine.retold(body, yours)
-        size, most = sum(len(one or b"-") for one in yours.spelled(body)), self._host.args.max_completion_length
-        told = [*told, self._ends[0]] if ended and kept == size else told
-        if len(told) > most:
-            told, kept = told[:most], sum(len(one or b"-") for one in mine.spelled(told[:most]))
-        if size:
-            self._host.record("cross/retold", kept / size, 1)
-        return told
+        if self._translator is None:
+            return completions
+        return [self._translator.told(ids, self._host.eos_token_ids) for ids in completions]
 
 
 class _AsStudent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from trl_opsd.teacher.comparison import by_token
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -43,6 +44,9 @@ class Teacher(ABC):
             the rollout's weights are 0.
         """
 
+    compare = by_token
+    """How the student is compared with its targets; another function takes and gives the same."""
+
     def expect(self, rollout: Rollout) -> None:  # noqa: B027 (most teachers cannot begin early)
         """Announces rows that `targets` will soon be called with, in any grouping. Does nothing by default.
 
@@ -56,7 +60,7 @@ class Teacher(ABC):
 
 
 def innermost(teacher: Teacher) -> Teacher:
-    """The teacher below those that only spell its targets otherwise."""
+    """The teacher below those that only keep or change its targets."""
     while isinstance(below := getattr(teacher, "teacher", None), Teacher):
         teacher = below
     return teacher

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,15 +111,15 @@ def build_teachers(
     handed_in: Samples | None,
     divergence: Divergence,
     tokenizer: PreTrainedTokenizerBase,
-    by_bytes: Mapping[str, Callable[[Teacher], Teacher]] = MappingProxyType({}),
+    wrap: Callable[[str, Teacher], Teacher] | None = None,
     reads: Collection[str] = (),
     needs_whole: str | None = None,
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself.
 
-    `divergence` and `tokenizer` say what to request from a server; `by_bytes` wraps those that have a tokenizer of
-    their own; `reads` says what is read beside them, `"origin"` the student as it was passed; `needs_whole` names the
-    method that needs their whole distributions.
+    `divergence` and `tokenizer` say what to request from a server; `wrap` makes another of each teacher, by its name;
+    `reads` says what is read beside them, `"origin"` the student as it was passed; `needs_whole` names the method that
+    needs their whole distributions.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
@@ -143,8 +142,8 @@ def build_teachers(
             teachers[name] = _frozen(placements[name], args, prefix_bytes)
         else:
             teachers[name] = build_teacher(model, args, is_only, prefix_bytes)
-    for name, spell in by_bytes.items():
-        teachers[name] = spell(teachers[name])
+    if wrap is not None:
+        teachers = {name: wrap(name, one) for name, one in teachers.items()}
     origin: Teacher | None = None
     if "origin" in reads:
         own = next((one for one in teachers.values() if is_base), None)
@@ -303,7 +302,7 @@ def served(
     of_student = model_shape(student)[0]
     answers = answers_of(server, targets, path, place, args.device, of_student, args.teacher_server_top_k)
     teacher = ServedTeacher(path, server, answers, args.teacher_cache_device, _progress(args))
-    teacher.compare(place)
+    teacher.check_predictions(place)
     return teacher
 
 

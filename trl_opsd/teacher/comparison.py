@@ -5,32 +5,32 @@ B rows · C completion tokens · M states that are kept · N tokens in the loss 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.losses import reduce
-from trl_opsd.losses.bytewise import forks_needed
 from trl_opsd.losses.objective import Objective, head_of_reference
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.losses.token_selection import Selection
-from trl_opsd.models.backbone import shape_of
+from trl_opsd.models.backbone import completion_hidden, shape_of
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets
-from trl_opsd.types.spelled import Spelled
 from trl_opsd.types.targets import Arriving, fetch, kept_by_row
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherTokens:
-    """N tokens in a loss that one teacher has scored, by row and position; tensors in host memory until selected.
+    """N tokens in a loss that one teacher has scored, by row and position; tensors in host memory until selected."""
 
-    By bytes, tokens of weight 0 that are read for others are among them.
-    """
+    by_token: ClassVar[bool] = True
+    """Whether each has a target, which is a distribution over tokens; else some of weight 0 may be among them."""
 
     teacher: int
     """Its number."""
@@ -48,18 +48,16 @@ class TeacherTokens:
     """As `kept`, in other contexts or of another model, by what the states are for."""
     highest_K: Tensor | None = None
     """[K], int64: indices to select once the tokens of each row are sorted by score; `None` for no selection."""
-    spelled: Spelled | None = None
-    """The bytes of the tokens, which `kept` has a target for each of; `None` where it has one for each token."""
 
     def of_student(self, hidden_BCH: Tensor, device: torch.device) -> Tensor:
         """The student's states of these tokens, [N, H], on a device; differentiable."""
-        return _selected(hidden_BCH.flatten(0, 1), self.places_N).to(device, non_blocking=True)
+        return selected(hidden_BCH.flatten(0, 1), self.places_N).to(device, non_blocking=True)
 
     def of_tokens(self, rollout: Rollout, device: torch.device) -> Sampled:
         """These tokens and how they were sampled, on a device."""
 
         def at_places(each_BC: Tensor) -> Tensor:
-            return _selected(each_BC.flatten(), self.places_N).to(device, non_blocking=True)
+            return selected(each_BC.flatten(), self.places_N).to(device, non_blocking=True)
 
         pull_B, logprobs_BC = rollout.nll_weight, rollout.logprobs
         return Sampled(
@@ -71,7 +69,11 @@ class TeacherTokens:
     def of_teacher(self, device: torch.device, reference: str = "") -> Tensor:
         """The teacher's states of these tokens, or a reference's, [N, H], on a device; copied only from another."""
         kept_MH = (self.reference_states[reference] if reference else self.kept).wait()
-        return (kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)).to(device)
+        return (kept_MH if self.kept_N is None else selected(kept_MH, self.kept_N)).to(device)
+
+    def compared(self, objective: Objective, *given: Any) -> PerToken:
+        """The divergence of these tokens, of what [`~losses.objective.Objective.of`] takes."""
+        return objective.of(*given)
 
 
 def tokens_by_teacher(
@@ -81,13 +83,17 @@ def tokens_by_teacher(
     selection: Selection | None = None,
     host_BC: Tensor | None = None,
     origin: OutputHead | None = None,
+    by_token: bool = True,
 ) -> list[TeacherTokens]:
-    """Splits the tokens in a loss by teacher, and starts to copy their targets, beside the student's forward."""
+    """Splits the tokens in a loss by teacher, and starts to copy their targets, beside the student's forward.
+
+    Unless they are `by_token`, some tokens may have no target, and others several.
+    """
     # Without a copy of the weights in host memory, this waits for the device.
     host_BC = weights_BC.cpu() if host_BC is None else host_BC
     rows = kept_by_row(targets, weights_BC).rows or ()
     numbers = [0] * len(rows) if targets.teacher is None else targets.teacher.tolist()
-    found, is_by_byte = [], any(row.by_byte for row in rows)
+    found = []
     for number, head in enumerate(heads):
         theirs = [row for row, one in enumerate(numbers) if one == number]
         theirs_BC = torch.zeros_like(host_BC)
@@ -98,17 +104,11 @@ def tokens_by_teacher(
             continue
         kept_at_M = torch.cat([places_N[:0], *(rows[row].places + row * host_BC.size(1) for row in theirs)])
         counts_M = theirs_BC.flatten()[kept_at_M] != 0
-        by_bytes = [one for one in (rows[row] for row in theirs) if isinstance(one, ByteTargets)]
-        if (missing := len(places_N) - int(counts_M.sum())) > 0 and not is_by_byte:
+        if by_token and (missing := len(places_N) - int(counts_M.sum())) > 0:
             raise ValueError(
                 f"{missing} tokens have a weight in the loss but no target: they are padding, or were not generated by "
                 "the student. Keep their weights at 0."
             )
-        spelled = None
-        if is_by_byte:
-            starts = [row * host_BC.size(1) for row in theirs]
-            spelled = Spelled.of([one.tree for one in by_bytes], [one.missed for one in by_bytes], starts, places_N)
-            places_N = spelled.places
         weights_N = theirs_BC.flatten()[places_N]
         # Without a row, an empty tensor of the teacher's width stands for its states.
         kept = [rows[row].hidden for row in theirs] or [_no_states(head)]
@@ -131,30 +131,36 @@ def tokens_by_teacher(
                 kept_N=None if bool(counts_M.all()) else counts_M.nonzero().squeeze(1),
                 reference_states=reference_states,
                 highest_K=None if selection is None else _highest(theirs_BC, selection),
-                spelled=spelled,
             )
         )
     return found
 
 
-def with_forks(
-    hidden_BCH: Tensor, head: OutputHead, rollout: Rollout, targets: TeacherTargets, objective: Objective
-) -> tuple[Rollout, TeacherTargets]:
-    """A micro-batch with the forks that have to be read, from the student's states of its own tokens."""
-    rows = [row for row in targets.rows or () if isinstance(row, ByteTargets)]
-    assert len(rows) == len(rollout.completion_ids), "all teachers are compared by bytes, or none is"
-    trees, columns = [row.tree for row in rows], rollout.completion_ids.size(1)
-    places_S = torch.cat([torch.arange(one.tokens) + row * columns for row, one in enumerate(trees)])
-    student = LazyLogits(_selected(hidden_BCH.flatten(0, 1), places_S), head, objective.temperatures[0])
-    ids_S = _selected(rollout.completion_ids.flatten(), places_S)
-    assert objective.table is not None, "there are bytes only where there is a table"
-    needed = forks_needed(student, objective.table, ids_S, trees, objective.most_missed, objective.chunk_tokens)
-    trees = [replace(one, read=read, column=columns) for one, read in zip(trees, needed, strict=True)]
-    rollout = rollout.with_forks([one.branches() for one in trees])
-    forked = [replace(row, tree=tree) for row, tree in zip(rows, trees, strict=True)]
-    return rollout, TeacherTargets.by_row(
-        forked, rollout.completion_ids.size(1), targets.teacher, targets.reference_states
-    )
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A micro-batch that the student has read, with the targets of its teachers."""
+
+    rollout: Rollout
+    targets: TeacherTargets
+    shares: Sequence[TeacherTokens]
+    hidden_BCH: Tensor
+    """The student's states, differentiable."""
+    nats: Callable[..., Tensor] | None = None
+    """[n], the divergence at some places of a row, where there is no distribution of the teacher over tokens."""
+
+
+def by_token(
+    teacher: Any, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective,
+    policy: BatchPolicy, heads: Sequence[OutputHead], origin: OutputHead | None,
+) -> Comparison:  # fmt: skip
+    """Has the student read a micro-batch, to be compared with its targets token by token. No collectives in it.
+
+    The first of several teachers is asked for all; `heads` are theirs, and `origin` as of [`compared`].
+    """
+    # First, as these reads wait for the device, which has no work queued yet.
+    host_BC = rollout.weights_on_host()
+    shares = tokens_by_teacher(heads, targets, rollout.weights, objective.selection, host_BC, origin)
+    return Comparison(rollout, targets, shares, completion_hidden(student, rollout, policy))
 
 
 def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:
@@ -165,7 +171,7 @@ def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:
     return torch.tensor(list(chain.from_iterable(each)), dtype=torch.long)
 
 
-def _selected(states_MH: Tensor, places_N: Tensor) -> Tensor:
+def selected(states_MH: Tensor, places_N: Tensor) -> Tensor:
     return states_MH.index_select(0, places_N.to(states_MH.device, non_blocking=True))
 
 
@@ -215,13 +221,13 @@ def pairs_to_read(
     temperatures: tuple[float, float],
     distinct: int,
 ) -> Iterator[tuple[LazyLogits, LazyLogits, Tensor]]:
-    """The logits of student and teacher for the tokens in a loss, and their weights, [N]; not by bytes.
+    """The logits of student and teacher for the tokens in a loss, and their weights, [N], if these are by token.
 
     Rows beyond the first `distinct` only fill the batch: their weights are 0.
     """
     device = head.weight.device
     for share in shares:
-        if share.spelled is None:
+        if share.by_token:
             is_own_N = share.places_N < distinct * share.weights_BC.size(1)
             weights_N = (share.weights_BC.flatten()[share.places_N] * is_own_N).to(device)
             student = LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0])
@@ -260,7 +266,7 @@ def compared(
             for name in share.reference_states
         }
         pair = (student_NH, head), (teacher_NH, teacher_head)
-        return objective.of(*pair, weights_N, sampled, reference_states, share.spelled)
+        return share.compared(objective, *pair, weights_N, sampled, reference_states)
 
     @torch.no_grad()
     def scores(share: TeacherTokens, criterion: str) -> Tensor:
@@ -288,7 +294,7 @@ def compared(
             scored_2 = torch.stack([scores_N.new_full((), len(scores_N)), scores_N.sum()])
             share = best(share, scores_N)
         per_token = of(share, share.of_tokens(rollout, device))
-        places_N = None if share.spelled is None else share.places_N
+        places_N = None if share.by_token else share.places_N
         part = replace(reduce(per_token, share.weights_BC, num_items, real, places_N), scored=scored_2)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
@@ -30,7 +30,6 @@ from trl_opsd.models.backbone import (
     preserved_mode,
 )
 from trl_opsd.models.checks import check_on_device, described
-from trl_opsd.models.forks import FORKS, forked_hidden
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
@@ -151,6 +150,7 @@ def score_groups(
     policy: BatchPolicy = PADDED,
     prefix: SharedPrefix | None = None,
     shared: list[int] | None = None,
+    read: Callable[..., Tensor] = completion_hidden,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
@@ -159,7 +159,6 @@ def score_groups(
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
-    read = completion_hidden if rollout.forks is None else forked_hidden
     with torch.no_grad():
         past = prefix.past(run, shared) if prefix is not None and shared else None
         for rows in bar:
@@ -291,14 +290,6 @@ class FrozenTeacher(Teacher):
         with self.placement.loaded(passes=6) as run:
             Probed(self.model, "teacher", run).reads(prompts, self.batching)
 
-    def prove_forks(self) -> bool:
-        """Determines whether tokens may branch off its rows."""
-        with self.placement.loaded(passes=5) as run:
-            probed = Probed(self.model, "teacher", run)
-            probed.batching = self.batching
-            self.batching = probed.prove(FORKS).batching
-        return self.batching.forks
-
     def __str__(self) -> str:
         return f"{described(self.model)}, {self.placement.where}"
 
@@ -321,15 +312,19 @@ class FrozenTeacher(Teacher):
         with self.placement.loaded(1):
             yield self.model
 
-    @property
-    def _batching_of_forks(self) -> BatchPolicy:
-        """Rows with forks are padded: their masks are of their own."""
-        return replace(self.batching, packed=False)
-
     def targets(self, rollout: Rollout) -> TeacherTargets:
+        return self.states(rollout, self.batching, self.prefix)
+
+    def states(
+        self,
+        rollout: Rollout,
+        policy: BatchPolicy,
+        prefix: SharedPrefix | None = None,
+        read: Callable[..., Tensor] = completion_hidden,
+    ) -> TeacherTargets:
+        """The targets of a rollout, whose rows begin with a prefix that all share, if any; `read` runs its passes."""
         rollout, device = rollout.ended(), self.placement.device
         passes_are_costly, kept = self.placement.passes_are_costly, (self._cache_device, self._progress)
-        prefix, policy = (self.prefix, self.batching) if rollout.forks is None else (None, self._batching_of_forks)
         with preserved_mode(self.model):
             shared, reading = ([], 0) if prefix is None else prefix.choose(rollout, policy)
             lengths = [size - len(shared) for size in rollout.sizes]
@@ -337,7 +332,8 @@ class FrozenTeacher(Teacher):
                 self.model, lengths, device, policy, self._pass_bytes, passes_are_costly, before=len(shared)
             )
             passes = self.placement.passes_to_run(len(groups) + reading)
+            of_passes = passes - reading, device, *kept, policy
             with self.placement.loaded(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
-                return score_groups(run, rollout, groups, passes - reading, device, *kept, policy, prefix, shared)
+                return score_groups(run, rollout, groups, *of_passes, prefix, shared, read)

@@ -104,7 +104,7 @@ class ServedTeacher(Teacher):
         self.noise = kl(one[:-2], other[:-2])
         """Nats between two answers for the same tokens."""
 
-    def compare(self, options: Mapping[str, Any]) -> None:
+    def check_predictions(self, options: Mapping[str, Any]) -> None:
         """Raises `WrongAnswerError` if the server has another model than the checkpoint, or in another process.
 
         The checkpoint is run once, on the CPU of the first process. Collective.

@@ -128,7 +128,7 @@ class Teachers(dict[str, Teacher]):
     def _checked(self, name: str, rollout: Rollout) -> TeacherTargets:
         teacher = self[name]
         targets = scored(teacher, rollout)
-        if targets.rows is None or not targets.rows[0].by_byte:
+        if targets.rows is None or type(targets.rows[0]) is RowTargets:  # of others their teacher has looked
             check_depends_on_input(rollout, targets, name)
         if name in self._unproved:
             if targets.rows is None:  # the teacher may reuse the tensor for its next answer
@@ -171,7 +171,7 @@ class Teachers(dict[str, Teacher]):
 def is_ours(teacher: Teacher) -> bool:
     """Whether its targets are made in this package, which aligns them."""
     # A class made by `exec` may have no module at all.
-    return str(type(teacher).targets.__module__).startswith(str(__package__))
+    return str(type(teacher).targets.__module__).startswith(f"{str(__package__).partition('.')[0]}.")
 
 
 def scored(teacher: Teacher, rollout: Rollout) -> TeacherTargets:

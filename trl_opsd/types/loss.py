@@ -161,7 +161,7 @@ class PerToken:
     """[N], float32, probability that speculative decoding keeps a token of the student, NaN where the weight is 0;
     `None` where the divergence does not tell."""
     outcomes: Tensor | None = None
-    """[N], float32, bytes of each token, 1 for a special one; `None` where models are compared by tokens."""
+    """[N], float32, distributions of each token, where that is not one; `None` where models are compared by tokens."""
     compared: Tensor | None = None
     """[N], float32, how many of them were compared; `None` where models are compared by tokens."""
     escaped: Tensor | None = None

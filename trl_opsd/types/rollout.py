@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 class Length(NamedTuple):
@@ -78,22 +77,6 @@ class PromptIds(list[int]):
         return PromptIds(self, self.images)
 
 
-@dataclass(frozen=True, slots=True)
-class Forks:
-    """Tokens that branch off rows, to be read in the same pass; in host memory."""
-
-    column: int
-    """The column of the completions from which on the state after each fork of a row is found, in their order."""
-    rows: tuple[tuple[list[int], list[int]], ...]
-    """For each row the forks' tokens, and what each follows: the index of the completion token that it takes the place
-    of or, from `column` on, a fork before it."""
-
-    @property
-    def most(self) -> int:
-        """Forks of the row that has most, at least one."""
-        return max([1, *(len(tokens) for tokens, _ in self.rows)])
-
-
 def images_of(rows: Iterable[Any]) -> tuple[RowImages | None, ...] | None:
     """The images of each prompt or row; `None` if none has any."""
     found = tuple(getattr(one, "images", None) for one in rows)
@@ -129,8 +112,6 @@ class Rollout:
     `None` unless a teacher scores these."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` until they are read from the masks."""
-    forks: Forks | None = None
-    """Tokens that branch off the rows; the last columns of completions, which are masked, are for their states."""
     begins_at: int | None = None
     """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
 
@@ -186,16 +167,13 @@ class Rollout:
         """The completions without their padding."""
         return _without_padding(self.completion_ids, self.completion_mask)
 
-    def select(self, rows: Sequence[int]) -> Rollout:
+    def select(self, rows: Sequence[int]) -> Self:
         """The given rows, in the given order."""
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
         images = None if self.images is None else tuple(self.images[row] for row in rows)
         rows_R = torch.tensor(rows, dtype=torch.long)  # copied without a wait, unlike an index that is a list
         chosen = self._each(lambda one: one.index_select(0, rows_R.to(one.device, non_blocking=True)))
-        forks = self.forks and replace(self.forks, rows=tuple(self.forks.rows[row] for row in rows))
-        if forks is not None:
-            chosen = chosen.of_columns(forks.column + forks.most)
-        return replace(chosen, lengths=lengths, images=images, forks=forks)
+        return replace(chosen, lengths=lengths, images=images)
 
     def after(self, prompts: Mapping[str, Tensor], images: tuple[RowImages | None, ...] | None = None) -> Rollout:
         """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P], and images."""
@@ -208,14 +186,7 @@ class Rollout:
         """What each row costs in a pass, in tokens; a position of a vision tower counts like one."""
         images = self.images or [None] * len(self.prompt_ids)
         seen = [0 if one is None else one.positions for one in images]
-        forks = (more for _, more in self.branching)
-        return [one.total + sum(more) for one, *more in zip(self.measured(), seen, forks, strict=True)]
-
-    @property
-    def branching(self) -> list[tuple[int, int]]:
-        """Of each row the tokens of its completion, and the forks that are read beside them."""
-        forks = [([], [])] * len(self.prompt_ids) if self.forks is None else self.forks.rows
-        return [(one.completion, len(tokens)) for one, (tokens, _) in zip(self.measured(), forks, strict=True)]
+        return [one.total + more for one, more in zip(self.measured(), seen, strict=True)]
 
     def measured(self) -> tuple[Length, ...]:
         """The lengths of the rows; waits for the device where they are not known yet."""
@@ -223,8 +194,8 @@ class Rollout:
 
     def cut(self) -> Rollout:
         """Without the columns that are padding in every row; at least one prompt and one completion column stay."""
-        # Parts of rows must be equally wide in all processes, and the states of forks have their columns.
-        if self.begins_at is not None or self.forks is not None:
+        # Parts of rows must be equally wide in all processes.
+        if self.begins_at is not None:
             return self
         lengths = self.measured()
         prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
@@ -233,7 +204,7 @@ class Rollout:
             cut, prompt_ids=self.prompt_ids[:, -prompt:], prompt_mask=self.prompt_mask[:, -prompt:], lengths=lengths
         )
 
-    def of_columns(self, columns: int) -> Rollout:
+    def of_columns(self, columns: int) -> Self:
         """The first columns of completions."""
         weights, on_host = self.weights[:, :columns], self.on_host
         # A slice is another tensor, so the host copy is cut with it.
@@ -250,19 +221,6 @@ class Rollout:
             candidates=None if self.candidates is None else self.candidates[:, :columns],
         )
 
-    def with_forks(self, rows: Sequence[tuple[list[int], list[int]]]) -> Rollout:
-        """With tokens that branch off each row, and columns for their states, which have no weight."""
-        forks = Forks(self.completion_ids.size(1), tuple(rows))
-        wider: dict[str, Any] = {
-            name: pad(one, (0, forks.most))
-            for name in ("completion_ids", "completion_mask", "weights", "tool_mask", "logprobs")
-            if (one := getattr(self, name)) is not None
-        }
-        on_host, known = None, self.on_host
-        if known is not None and known.holds(self.weights):
-            on_host = OnHost.known(wider["weights"], pad(known.copy, (0, forks.most)))
-        return replace(self, **wider, on_host=on_host, forks=forks, lengths=self.measured())
-
     def ended(self) -> Rollout:
         """The same rows, each cut after its last token that counts: no later state is needed. Waits for the device."""
         needed_BC = self.counts.flip(1).cumsum(1).flip(1) > 0
@@ -273,10 +231,10 @@ class Rollout:
         """The same rollout on another device."""
         return self._each(lambda tensor: tensor.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Rollout:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        changed = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
-        return Rollout(**{**values, **changed})
+        changed: dict[str, Any] = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
+        return replace(self, **changed)
 
 
 def lengths_of(prompt_mask_BP: Tensor, completion_mask_BC: Tensor) -> tuple[Length, ...]:

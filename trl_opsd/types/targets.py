@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ class RowTargets:
     """[n, H_t], in the width and dtype of the row's teacher, on the device that keeps targets."""
     places: Tensor
     """[n], int64, in host memory: positions of these tokens in the completion, ascending."""
-    by_byte: ClassVar[bool] = False
-    """Whether a token has a target for each of its bytes, as [`~types.bytewise.ByteTargets`] have."""
 
     def cut(self, tokens: int) -> RowTargets:
         """Those of the first completion tokens."""
@@ -91,8 +89,8 @@ class TeacherTargets:
         if name != "hidden":
             raise AttributeError(f"`TeacherTargets` has no attribute `{name}`.")
         assert self.rows, "a rollout has rows"
-        if self.rows[0].by_byte:
-            raise ValueError("Targets by byte (`cross_tokenizer='bytes'`) have no state for each token: use `rows`.")
+        if type(self.rows[0]) is not RowTargets:
+            raise ValueError(f"`{type(self.rows[0]).__name__}` have no state for each token: use `rows`.")
         wide = max((row.hidden for row in self.rows), key=lambda states: states.size(1))
         dtype = reduce(torch.promote_types, (row.hidden.dtype for row in self.rows))
         hidden_BCH = wide.new_zeros(len(self.rows), self.tokens, wide.size(1), dtype=dtype)

@@ -126,7 +126,7 @@ def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> 
             Of the teacher, in what is printed.
 
     Raises:
-        ValueError: There are too few rows, several processes, or teachers that are compared by bytes.
+        ValueError: There are too few rows, several processes, or teachers with other tokenizers.
     """
     if trainer.accelerator.num_processes > 1 or trainer.args.cross_tokenizer:
         raise ValueError("An audit runs in one process, and compares tokens: not with `cross_tokenizer`.")

@@ -49,19 +49,19 @@ def same_ids(pair: Pair) -> str:
     return f"The same {len(pair.student.tokenizer.get_vocab())} tokens, id by id."
 
 
-def same_bytes(pair: Pair) -> str:
-    """Both tokenizers spell enough bytes that `cross_tokenizer="bytes"` can compare."""
+def same_texts(pair: Pair) -> str:
+    """Both tokenizers read enough texts alike that `cross_tokenizer` can compare them."""
     read = pair.student.tokenizer
     prompts, answers = zip(*TEXTS, strict=True)
     ids = [tuple(read(prompt)["input_ids"]) for prompt in prompts]
     recorded = dict(zip(ids, (read(one, add_special_tokens=False)["input_ids"] for one in answers), strict=True))
-    options = {"cross_tokenizer": "bytes", "max_completion_length": max(map(len, recorded.values()))}
+    options = {"cross_tokenizer": pair.cross_tokenizer, "max_completion_length": max(map(len, recorded.values()))}
     with _started(pair, prompts, FixedRollout(recorded), **options) as (trainer, _):
         used = trainer.evaluate(trainer.train_dataset)["eval_cross/used"]
-    of = f"{used:.0%} of {len(''.join(answers).encode())} bytes of three rows can be compared"
+    of = f"{used:.0%} of the text of three rows can be compared."
     if used < 0.5:
-        raise Doubt(f"Both spell what they read; {of}. The rest is left out: see docs/tokenizers.md.")
-    return f"Both spell what they read; {of}."
+        raise Doubt(f"{of} The rest is left out: see docs/tokenizers.md.")
+    return of
 
 
 def same_sizes(pair: Pair) -> str:
@@ -96,7 +96,7 @@ def template(pair: Pair) -> str:
     opening = rendered(_QUESTION).removeprefix(rendered(_QUESTION, opened=False))
     if not opening:
         raise ValueError("The chat template ignores `add_generation_prompt`: use that of an instruct model.")
-    if not pair.by_bytes and theirs.chat_template and rendered(_QUESTION, by=theirs) != rendered(_QUESTION):
+    if pair.cross_tokenizer is None and theirs.chat_template and rendered(_QUESTION, by=theirs) != rendered(_QUESTION):
         raise Doubt("The teacher's chat template differs, and the student's is used for both.")
     after = rendered(_QUESTION, _ANSWER, opened=False).rpartition(_ANSWER["content"])[2]
     if pair.student.ends and not any(token in after for token in pair.student.ends):
@@ -283,7 +283,7 @@ def _started(
             args=config,
             train_dataset=Dataset.from_dict({"prompt": [*prompts]}),
             processing_class=pair.student.tokenizer,
-            teacher_processing_class=pair.teacher.tokenizer if pair.by_bytes else None,
+            teacher_processing_class=pair.teacher.tokenizer if pair.cross_tokenizer else None,
             rollout=rollout,
         )
         try:
@@ -390,10 +390,10 @@ _VLLM: Probe[Pair] = Probe("vLLM rollout", partial(reproduces, use_vllm=True, vl
 def examine(pair: Pair, settings: RunOptions | ValueError | None = None, vllm: bool = False) -> list[Finding]:
     """All findings, in the order of the checks; `settings` are of a training, or why they cannot be read."""
     checks = [*CHECKS, *([_VLLM] if vllm else [])]
-    if pair.by_bytes:  # instead of what compares ids
+    if pair.cross_tokenizer:  # instead of what compares ids
         of_ids = {"tokenizers", "vocabularies"}
         checks = [one for one in checks if of_ids.isdisjoint((one.name, *one.needs))]
-        checks.append(Probe("tokenizers", same_bytes, needs=_BOTH))
+        checks.append(Probe("tokenizers", same_texts, needs=_BOTH))
     sees = [role for role in ("student", "teacher") if hasattr(getattr(pair, role).processing, "image_processor")]
     checks += map(_images, sees)
     if settings:

@@ -78,8 +78,8 @@ class Pair:
     tiny: bool = False
     assumes_tokenizer: bool = False
     """Whether the teacher has no tokenizer of its own."""
-    by_bytes: bool = False
-    """Whether a training compares them by bytes."""
+    cross_tokenizer: str | None = None
+    """What a training compares their tokens by, where they differ."""
 
     @property
     def device(self) -> torch.device:
@@ -153,7 +153,7 @@ def load_pair(student: str, teacher: str, tiny: bool = False, settings: RunOptio
         teacher=Side(teacher, models[1], own or tokenizer, reads),
         tiny=tiny,
         assumes_tokenizer=own is None,
-        by_bytes=settings is not None and settings.config.cross_tokenizer is not None,
+        cross_tokenizer=None if settings is None else settings.config.cross_tokenizer,
     )
 
 

@@ -58,8 +58,6 @@ class Load:
     """Whether the loss also reads the student as it was passed: without an adapter a copy in float32."""
     contrast: bool = False
     """Whether the teacher also reads a contrast, with a bound of its push."""
-    by_bytes: bool = False
-    """Whether the teacher has a tokenizer of its own."""
     flops: float = 400e12
     """Per second: 40 % of the dense bfloat16 products in NVIDIA's data sheet of the H100 SXM."""
     bandwidth: float = 2000e9
@@ -70,14 +68,9 @@ class Load:
         """Bytes of a number in products, and in a teacher's weights and states."""
         return 2 if self.half else 4
 
-    @property
-    def read(self) -> int:
-        """Tokens of a completion that a model reads: by bytes about one other beside each (`docs/tokenizers.md`)."""
-        return self.length * (1 + self.by_bytes)
-
     def row(self, shape: Shape) -> int:
         """Tokens of a row of a model, with those of its images."""
-        return self.prompt + shape.images.tokens + self.read
+        return self.prompt + shape.images.tokens + self.length
 
     def trained(self, student: Shape) -> int:
         """Parameters that are trained."""
@@ -170,7 +163,7 @@ def phases(
     targets = sum(
         load.length * one * (load.batch if load.batch * load.length * one <= CACHE_BYTES else micro) for one in each
     )
-    tile, head = loss(student, teacher, micro * load.read, load)
+    tile, head = loss(student, teacher, micro * load.length, load)
     # Models that are not trained read one after the other, so the others are idle meanwhile.
     frozen = {"teacher": _of_frozen(teacher, choice.teacher, size)}
     if load.origin:
@@ -203,7 +196,6 @@ def phases(
             **teacher.images.of(passes // of_row, size),
             **awake,
             "targets": targets,
-            "sorted head and its tile": (tile + size * (teacher.head - student.head)) * load.by_bytes,
             **before,
         },
         "training": {
@@ -237,9 +229,8 @@ def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[
 
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
     """Bytes of logit tiles and of float32 gradients of head and hidden states, for `tokens` in a micro-batch."""
-    sorted_head = load.itemsize * student.head * load.by_bytes
     head = 4 * student.head * (load.lora is None)
-    return loss_tile(student, teacher, tokens, load)[1] + sorted_head, head + 4 * tokens * student.width
+    return loss_tile(student, teacher, tokens, load)[1], head + 4 * tokens * student.width
 
 
 def engine_bytes(student: Shape, load: Load) -> int:

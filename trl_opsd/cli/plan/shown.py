@@ -88,8 +88,6 @@ def options(plan: Plan, student: str, teacher: str, load: Load, shape: Shape) ->
         CHECKPOINTING: load.checkpointing,
         "bf16": load.half,
     }
-    if load.by_bytes:
-        found["cross_tokenizer"] = "bytes"
     if choice.engine != TRANSFORMERS:
         found |= {"use_vllm": True, "vllm_max_model_length": load.row(shape)}
         is_apart = choice.engine == SERVER

@@ -14,16 +14,15 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, groupby
 from os.path import commonprefix
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.covering import Cutter
-from trl_opsd.types.bytewise import END, ROOT, ByteTable, CoveringTree
+from trl_opsd.bytes.covering import Cutter, valid_text
+from trl_opsd.bytes.table import END, ROOT, ByteTable, CoveringTree, Numbers
 
-Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _ANCHORS = ("\n", "a", ".", " ", "0", ";")
 """Texts before another one, which a tokenizer may not begin as the start of a text, with a space of its own."""
 _TEXTS = (
@@ -293,11 +292,3 @@ def _drawn() -> list[str]:
     draw = random.Random(0)
     some = [*map(chr, range(32, 127)), *"\t\n éßñøжשعक字あ한𝄞\N{ROCKET}"]
     return ["".join(draw.choices(some, k=40)) for _ in range(20)]
-
-
-def valid_text(spelled: bytes) -> tuple[str, int]:
-    """The text at the beginning of bytes up to the first that are no UTF-8, and how many bytes that are."""
-    try:
-        return spelled.decode(), len(spelled)
-    except UnicodeDecodeError as error:
-        return spelled[: error.start].decode(), error.start

@@ -10,6 +10,7 @@ F forks that are not read · X pairs of them and positions that they may add to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,11 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trl_opsd.bytes.table import OUTCOMES, ByteTable, Spelled
 from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
 from trl_opsd.losses.streamed import _GROUP_TILES, memory_of, tile_of
 from trl_opsd.types import LazyLogits
-from trl_opsd.types.bytewise import OUTCOMES, ByteTable
-from trl_opsd.types.spelled import Spelled
 from trl_opsd.types.targets import has_streams
 
 _FLOOR = 1e-6
@@ -58,7 +58,7 @@ class Plan:
     token_P: Tensor
     """The state before the token of each byte position, ascending; int32, as all that was copied."""
     missed_P: Tensor
-    """As [`~types.bytewise.Spelled.missed`]."""
+    """As [`~bytes.table.Spelled.missed`]."""
     reads_3R: Tensor
     leaves_4X: Tensor
     path_3S: Tensor
@@ -303,3 +303,37 @@ def _finite(slopes: Tensor) -> Tensor:
     """In float32: the slope of what has no probability may be beyond it, and 0 times infinity is NaN."""
     most = torch.finfo(torch.float32).max
     return slopes.clamp(-most, most).float()
+
+
+def dense_byte_logarithms(
+    logits_SV: Tensor,
+    texts: Sequence[bytes | None],
+    outcomes: Sequence[int],
+    nodes: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+    floor: float,
+) -> Tensor:
+    """What [`byte_logarithms`] must equal, [P, 257], with a loop over all tokens for each byte, in float64.
+
+    `texts` are the bytes of each id, `None` for special tokens; ids beyond them do not exist. `outcomes` are the bytes
+    of a row, 256 for a special token, and `nodes`, for each state, the position before which it is, and what leads
+    there from the row's begin: states and the tokens that follow them.
+    """
+    log_SV = logits_SV[:, : len(texts)].double().log_softmax(-1)
+    path_S = torch.stack([sum((log_SV[one, token] for one, token in path), log_SV.new_zeros(())) for _, path in nodes])
+    found = []
+    for position in range(len(outcomes)):
+        masses = [log_SV.new_zeros(()) for _ in range(257)]
+        here = [one for one, (place, _) in enumerate(nodes) if place <= position]
+        highest = float(path_S[max(here, key=lambda one: nodes[one][0])].detach())
+        for one in here:
+            since = outcomes[nodes[one][0] : position]
+            for token, text in enumerate(texts):
+                if 256 in since or (text is not None and (len(text) <= len(since) or [*text[: len(since)]] != since)):
+                    continue
+                if text is None and since:
+                    continue
+                outcome = 256 if text is None else text[len(since)]
+                masses[outcome] = masses[outcome] + (path_S[one] - highest + log_SV[one, token]).exp()
+        total = torch.stack(masses)
+        found.append((total / total.sum() + floor).log())
+    return torch.stack(found)

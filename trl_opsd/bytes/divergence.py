@@ -23,14 +23,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.byte_ranges import ByteTile, Plan, Tile
+from trl_opsd.bytes.ranges import ByteTile, Plan, Tile
+from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree, Spelled
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.sampled import against_sampler
 from trl_opsd.losses.side import Side, addmm_
 from trl_opsd.losses.streamed import _GROUP_TILES, _Streamed
 from trl_opsd.types import LazyLogits, PerToken, Sampled
-from trl_opsd.types.bytewise import OUTCOMES, ByteTable, CoveringTree
-from trl_opsd.types.spelled import Spelled
 
 MOST_MISSED = 1e-3
 """Share of a distribution that may be missed, by default: `OPSDConfig.cross_tokenizer_missed`."""
@@ -47,11 +46,11 @@ def byte_logarithms(
     Args:
         model ([`LazyLogits`]):
             S hidden states [S, H], and the head.
-        table ([`~types.bytewise.ByteTable`]):
+        table ([`~bytes.table.ByteTable`]):
             Its vocabulary.
         ids (`torch.Tensor`):
             [S], the token that follows each state that is not after a fork.
-        spelled ([`~types.bytewise.Spelled`]):
+        spelled ([`~bytes.table.Spelled`]):
             The byte positions of these tokens.
         chunk_tokens (`int`, *optional*):
             States whose logits exist at a time.
@@ -78,8 +77,7 @@ def forks_needed(
     """
     sizes = [one.tokens for one in trees]
     starts, forks = [*accumulate(sizes, initial=0)][:-1], torch.cat([one.fork for one in trees])
-    none = [torch.zeros(len(one.token)) for one in trees]
-    spelled = Spelled.of(trees, none, starts, torch.arange(sum(sizes)), undecided=True)
+    spelled = Spelled.of(trees, None, starts, torch.arange(sum(sizes)), undecided=True)
     plan = Plan.of(model, chunk_tokens, table, ids, spelled, outcomes=False)
     device = plan.token_P.device
     of_rows = [torch.full((len(one.fork),), size) for one, size in zip(trees, sizes, strict=True)]
@@ -112,12 +110,12 @@ def bytewise_divergence(
         student ([`LazyLogits`]):
             Hidden states [N, H] and head [V, H]. Rows follow each other.
         teacher ([`LazyLogits`]):
-            Logarithms of the teacher's distributions [P, 257], with [`~types.bytewise.byte_head`].
+            Logarithms of the teacher's distributions [P, 257], with [`~bytes.table.byte_head`].
         divergence ([`Divergence`]):
             Compares the 257 outcomes of each position.
-        table ([`~types.bytewise.ByteTable`]):
+        table ([`~bytes.table.ByteTable`]):
             The student's vocabulary.
-        spelled ([`~types.bytewise.Spelled`]):
+        spelled ([`~bytes.table.Spelled`]):
             The byte positions of the tokens.
         sampled ([`~types.Sampled`]):
             The N tokens, and the weight of `-log p` there.

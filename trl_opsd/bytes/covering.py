@@ -15,13 +15,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_opsd.types.bytewise import ROOT, CoveringTree
+from trl_opsd.bytes.table import ROOT, CoveringTree, Numbers
 
-Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _REMEMBERED = 256_000_000
 """Bytes of the pieces that are remembered."""
 _CONTEXT, _LONG = 64, 192
@@ -62,7 +61,7 @@ class Cutter:
     """Finds the covering trees of texts.
 
     Args:
-        vocabulary ([`~data.byte_vocabulary.ByteVocabulary`]):
+        vocabulary ([`~bytes.vocabulary.ByteVocabulary`]):
             The tokens.
     """
 
@@ -164,7 +163,7 @@ class Cutter:
         # A region, the node that a text begins at, and the place up to which its tokens are borders.
         asked, texts = list[tuple[int, int, int]](), list[str]()
         for number, region in enumerate(regions):
-            valid = _valid(region)  # a row may end within a character
+            valid = valid_text(region)[1]  # a row may end within a character
             if valid:
                 places, restarts = self._restarts(region[:valid], found[number])
                 for place in range(1, valid + 1):
@@ -185,7 +184,7 @@ class Cutter:
                     node = nodes.add(node, token, len(some or b""))
         for region, nodes in zip(regions, found, strict=True):
             of_place = dict(zip(nodes.place, range(len(nodes.place)), strict=True))
-            for place in range(1, valid := _valid(region)):
+            for place in range(1, valid := valid_text(region)[1]):
                 if region[place] & 0xC0 == 0x80 and (within := self._within(region[:valid], place)) is not None:
                     size = len(self._texts[within] or b"")
                     if (parent := of_place.get(place - size)) is not None:
@@ -310,10 +309,9 @@ def _agree_again(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes
     return next(after, 0)
 
 
-def _valid(region: bytes) -> int:
-    """Bytes up to the first that are no text."""
+def valid_text(spelled: bytes) -> tuple[str, int]:
+    """The text at the beginning of bytes up to the first that are no UTF-8, and how many bytes that are."""
     try:
-        region.decode()
+        return spelled.decode(), len(spelled)
     except UnicodeDecodeError as error:
-        return error.start
-    return len(region)
+        return spelled[: error.start].decode(), error.start

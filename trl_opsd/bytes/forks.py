@@ -5,8 +5,9 @@ B rows · L tokens of the longest · F forks of the row that has most · C colum
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.models.backbone import completion_hidden, context_of, hidden_states, shape_of
+from trl_opsd.models.backbone import context_of, hidden_states, shape_of
 from trl_opsd.models.padding import PADDED, BatchPolicy, agree, distances
 from trl_opsd.models.probes import CANNOT_RUN, Doubt, Probe, Probed
 from trl_opsd.parallel.precision import least_precise
 from trl_opsd.types import OutputHead, Rollout
-from trl_opsd.types.rollout import Forks
+from trl_opsd.types.rollout import OnHost
 
 logger = get_logger(__name__)
 
@@ -28,20 +29,58 @@ _KINDS = ("full_attention", "sliding_attention")
 """Layers that take a mask of one's own."""
 
 
-def forked_hidden(model: CausalLM, rollout: Rollout, policy: BatchPolicy = PADDED) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class ForkedRollout(Rollout):
+    """Rows with tokens that branch off them, to be read in the same pass.
+
+    The last columns of completions, which are masked and have no weight, are for the states after these.
+    """
+
+    column: int
+    """The first of these columns."""
+    forks: tuple[tuple[list[int], list[int]], ...]
+    """For each row its forks' tokens, and what each follows: the index of the completion token that it takes the place
+    of or, from `column` on, a fork before it."""
+
+    @classmethod
+    def branching(cls, rollout: Rollout, forks: Sequence[tuple[list[int], list[int]]]) -> ForkedRollout:
+        """The rows with these forks."""
+        given: dict[str, Any] = {one.name: getattr(rollout, one.name) for one in fields(rollout)} | {"on_host": None}
+        most = max([1, *(len(tokens) for tokens, _ in forks)])
+        for name in ("completion_ids", "completion_mask", "weights", "tool_mask", "logprobs"):
+            given[name] = None if given[name] is None else pad(given[name], (0, most))
+        known = rollout.on_host
+        if known is not None and known.holds(rollout.weights):
+            given["on_host"] = OnHost.known(given["weights"], pad(known.copy, (0, most)))
+        given |= {"lengths": rollout.measured(), "column": rollout.completion_ids.size(1), "forks": tuple(forks)}
+        return cls(**given)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size + len(tokens) for size, (tokens, _) in zip(super().sizes, self.forks, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> Self:
+        chosen = replace(super().select(rows), forks=tuple(self.forks[row] for row in rows))
+        return chosen.of_columns(self.column + max([1, *(len(tokens) for tokens, _ in chosen.forks)]))
+
+    def cut(self) -> Self:
+        """The same, as the states have their columns."""
+        return self
+
+
+def forked_hidden(model: CausalLM, rollout: ForkedRollout, policy: BatchPolicy = PADDED) -> Tensor:
     """[`~models.backbone.completion_hidden`], [B, C, H], in whose last columns are the states *after* each fork."""
-    if (forks := rollout.forks) is None:
-        return completion_hidden(model, rollout, policy)
     lengths, (rows, prompt) = rollout.measured(), rollout.prompt_ids.shape
     device, width = rollout.prompt_ids.device, max(one.total for one in lengths)
-    count = -(-(width + forks.most) // policy.multiple_of) * policy.multiple_of - width
+    most, column = rollout.completion_ids.size(1) - rollout.column, rollout.column
+    count = -(-(width + most) // policy.multiple_of) * policy.multiple_of - width
     ids, upto, depth = np.zeros((3, rows, count), np.int64)
     path = np.zeros((rows, count, count), bool)
     path[:, np.arange(count), np.arange(count)] = True  # padding attends to itself, so that there are no NaN
-    for row, (length, (tokens, parents)) in enumerate(zip(lengths, forks.rows, strict=True)):
+    for row, (length, (tokens, parents)) in enumerate(zip(lengths, rollout.forks, strict=True)):
         ids[row, : len(tokens)] = tokens
         for number, parent in enumerate(parents):
-            if (before := parent - forks.column) >= 0:
+            if (before := parent - column) >= 0:
                 upto[row, number], depth[row, number] = upto[row, before], depth[row, before] + 1
                 path[row, number] |= path[row, before]
             else:  # the state that predicts a token is that of the one before it
@@ -59,12 +98,12 @@ def forked_hidden(model: CausalLM, rollout: Rollout, policy: BatchPolicy = PADDE
     own_BFL = (column_L <= upto_BF[..., None]) & (depth_BF[..., None] > 0)
     mask_BWW = torch.cat([pad(causal_BLL, (0, count)), torch.cat([own_BFL, path_BFF], 2)], 1)
     last_B1 = (totals_B - 1)[:, None]  # padding may lie beyond a context
-    most = (context_of(model) or width + count) - 1
-    places_BW = torch.cat([column_L.minimum(last_B1), (upto_BF + depth_BF).clamp(max=most)], 1)
+    last = (context_of(model) or width + count) - 1
+    places_BW = torch.cat([column_L.minimum(last_B1), (upto_BF + depth_BF).clamp(max=last)], 1)
     hidden_BWH = hidden_states(model, ids_BW, _masks(model, mask_BWW[:, None], places_BW), places_BW)
-    columns_C = torch.arange(forks.column, device=device)
+    columns_C = torch.arange(column, device=device)
     predicting_BC = (prompts_B[:, None] - 1 + columns_C).clamp(max=width - 1)
-    places_BC = torch.cat([predicting_BC, width + torch.arange(forks.most, device=device).expand(rows, -1)], 1)
+    places_BC = torch.cat([predicting_BC, width + torch.arange(most, device=device).expand(rows, -1)], 1)
     return hidden_BWH.gather(1, places_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
 
 
@@ -97,9 +136,9 @@ def _reads_forks(one: Probed) -> str:
     if config._attn_implementation not in ("sdpa", "eager") or not kinds <= set(_KINDS):
         raise Doubt(f"{one} takes no mask that lets tokens branch off a row.")
     # After the prompt's three tokens, four of the completion's and two forks; after seven, another.
-    forks = Forks(10, (([more[0], more[1], more[2]], [4, 10, 7]), ([more[3]], [1])))
-    rows = Rollout.of([ids[:3], ids[5:7]], [[*ids[3:], *more[:4]], ids[7:]], device)
-    rows = replace(rows, completion_mask=rows.completion_mask * (torch.arange(13, device=device) < 9), forks=forks)
+    rows = Rollout.of([ids[:3], ids[5:7]], [[*ids[3:], ids[0]], ids[7:]], device)
+    rows = replace(rows, completion_mask=rows.completion_mask * (torch.arange(10, device=device) < 9))
+    rows = ForkedRollout.branching(rows, [([more[0], more[1], more[2]], [4, 10, 7]), ([more[3]], [1])])
     whole = [(ids, 0), ([*ids[:7], *more[:2]], 10), ([*ids[:10], more[2]], 12), ([*ids[5:8], more[3]], 10)]
 
     def read() -> tuple[Tensor, Tensor]:
@@ -116,17 +155,30 @@ def _reads_forks(one: Probed) -> str:
     if one.batching.padded_up_to != PADDED.padded_up_to or not agree(found_NH, expected_NH):
         gap = distances(found_NH, expected_NH).max()
         raise Doubt(f"{one} changes a state by {gap:.2g} of its norm if tokens branch off a row.")
-    one.batching = replace(one.batching, forks=True)
     return "Tokens may branch off a row."
 
 
-FORKS: Probe[Probed] = Probe("forks", _reads_forks)
-"""Makes five passes. A model that cannot is read without forks."""
+class Forking:
+    """Whether a model can be read with forks, once that was tried."""
 
+    def __init__(self, role: str, most_missed: float) -> None:
+        self.works, self._role, self._most_missed = False, role, most_missed
+        self.probe = Probe("forks", self._try)
+        """Makes five passes; doubts, and warns, if it cannot."""
 
-def warn_without_forks(role: str, most_missed: float) -> None:
-    """Says that distributions of a model are summed without forks."""
-    logger.warning(
-        f"`cross_tokenizer='bytes'`: the {role} cannot read tokens that branch off a text (docs/tokenizers.md). Bytes "
-        f"are left out of which more than `cross_tokenizer_missed={most_missed:g}` may be missed: see `cross/used`."
-    )
+    def _try(self, one: Probed) -> str:
+        try:
+            said = _reads_forks(one)
+        except Doubt:
+            self.warn()
+            raise
+        self.works = True
+        return said
+
+    def warn(self) -> None:
+        """Says that its distributions are summed without forks."""
+        logger.warning(
+            f"`cross_tokenizer='bytes'`: the {self._role} cannot read tokens that branch off a text "
+            "(docs/tokenizers.md). Bytes are left out of which more than "
+            f"`cross_tokenizer_missed={self._most_missed:g}` may be missed: see `cross/used`."
+        )
