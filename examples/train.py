@@ -46,6 +46,8 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
     given, rest = own.parse_known_args(arguments)
     if given.task is None:
         return script.main(rest)
+    if any(one.startswith("--dataset_name") for one in rest):
+        own.error(f"--task {given.task} has its own dataset: remove --dataset_name, or --task.")
     parser = OptionParser()
     parser.set_defaults_with_config(**yaml.safe_load((Path(__file__).parent / "arithmetic.yaml").read_text()))
     others = ("--teacher_model_kind", "--teacher_models", "--teacher_targets")

@@ -43,7 +43,6 @@ from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.prepare import prepare
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
-from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import on_device
 from trl_opsd.teacher.checks import TeacherLike
@@ -217,7 +216,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         check_student(self.model, self.args)
         if train_dataset is not None:
             check_can_learn(self.model)
-            check_optimizer(self.model, optimizers[0])
+            check_optimizer(self.model, *optimizers)
             warn_of_lost_updates(self.model, self.accelerator, self.args.learning_rate, self.optimizer)
         self._use_special_tokens()
         self.divergence = self.args.build_divergence() if divergence is None else divergence
@@ -237,7 +236,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self.teaching = Teaching(self, given, self._generation.use_teachers)
             self.teaching.build()
         self._prove_divergence(self.divergence)
-        warn_of_overridden(self.model, self.generation_config)
         self._generation.bind(given.rollout)
         if self._overlap is not None:
             self._overlap.warn()

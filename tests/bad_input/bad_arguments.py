@@ -48,6 +48,12 @@ def optimizer_of_another_model(lab: Lab) -> None:
     lab.make(optimizers=(optimizer_of(*tiny.qwen2(48, 1).parameters()), None))
 
 
+def scheduler_of_another_optimizer(lab: Lab) -> None:
+    student = tiny.qwen2()
+    one, other = (optimizer_of(*student.parameters()) for _ in range(2))
+    lab.make(model=student, optimizers=(one, torch.optim.lr_scheduler.ConstantLR(other)))
+
+
 def optimizer_from_before_the_adapter(lab: Lab) -> None:
     student = tiny.qwen2()
     lab.make(
@@ -99,11 +105,17 @@ NOTHING_LEARNED = [
     ),
     Case(
         "optimizer of another model",
+        "a stranger's scheduler",
+        "The scheduler is another optimizer's",
+        scheduler_of_another_optimizer,
+    ),
+    Case(
+        "optimizer of another model",
         "made by a method",
         "has no trainable parameter of the student",
         lambda lab: lab.make(cls=StepsAnother).train(),
     ),
-    Case("optimizer of another model", "before the adapter", "before the adapter", optimizer_from_before_the_adapter),
+    Case("optimizer of another model", "before the adapter", "after its adapter", optimizer_from_before_the_adapter),
 ]
 
 TWICE = [

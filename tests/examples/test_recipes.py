@@ -96,9 +96,10 @@ def run(request, disk, tmp_path_factory):
     if "teacher_models" in options:
         models["teacher_models"] = dict.fromkeys(options["teacher_models"], disk.teacher)
 
-    def reading(teachers, rollout, names, beside):
-        read.extend(zip(rollout.prompt_lists(), rollout.completion_lists(), names, strict=True))
-        return targets(teachers, rollout, names, beside)
+    def reading(teachers, rollout, names, *references):
+        if names:  # else one reads in its own tokens
+            read.extend(zip(rollout.prompt_lists(), rollout.completion_lists(), names, strict=True))
+        return targets(teachers, rollout, names, *references)
 
     if "experts" in options:
         one = {"model": disk.teacher, "dataset": rows(name, folder), "metric": f"{__name__}.length"}

@@ -12,18 +12,6 @@ from trl_opsd.options.rules import check_together
 NOTHING = "The first divergence is 0"
 
 
-def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, caplog):
-    student = tiny.qwen2()
-    student.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8, repetition_penalty=1.1, min_p=0.1)
-    trainer = make_trainer(model=student, top_p=0.8)
-    trainer.rollout = HFRollout()
-    theirs, ours = "temperature=0.7, repetition_penalty=1.1", "temperature=1.0, repetition_penalty=1.0"
-    assert caplog.text.count(f"generation config has {theirs}, but the trainer's options take precedence: {ours}.") == 1
-    assert caplog.text.count("generation config has") == 1
-    make_trainer()
-    assert caplog.text.count("generation config has") == 1
-
-
 # ---- A teacher that is the student ----------------------------------------------------------------------------------
 
 

@@ -44,7 +44,6 @@ def test_addresses_are_read_as_text_and_by_name(tmp_path, given, expected):
         ("http://host:8000?a=b", "expected an address"),
         ("", "expected an address"),
         (8000, "expected a valid dict"),
-        ({}, "is an empty dict"),
         ({"math": 3}, r"`teacher_server_url['math']='3'`: expected an address"),
     ],
 )

@@ -104,7 +104,8 @@ class Plan:
         first_C = low_S[state_C[:-1]]
         chain = chain_Y2[:, 0].contiguous()
         steps_2C = torch.searchsorted(chain, torch.stack([first_C, state_C[1:]]))
-        bounds = zip(*(_slices(one) for one in (state_C, position_C, read_C, leaf_C)), strict=True)
+        each = ([slice(*pair) for pair in pairwise(one.tolist())] for one in (state_C, position_C, read_C, leaf_C))
+        bounds = zip(*each, strict=True)
         more = zip(first_C.tolist(), *steps_2C.tolist(), range_C.diff().tolist(), strict=True)
         tiles = [
             Tile(tokens, slice(first, tokens.stop), positions, reads, leaves, slice(*steps), ranges)
@@ -129,10 +130,6 @@ class Plan:
         missed_P = missed_P.view(torch.float32)
         place_S = table.rank[ids.to(device, non_blocking=True)].index_copy(0, after_Z.long(), place_Z)
         return cls(tiles, table, side, memory_SV, token_P, missed_P, reads_3R, leaves_4X, path_3S, place_S, chain_2Y)
-
-
-def _slices(bounds: Tensor) -> list[slice]:
-    return [slice(*pair) for pair in pairwise(bounds.tolist())]
 
 
 def _paths(branches_Z3: Tensor, states: int) -> tuple[Tensor, Tensor]:

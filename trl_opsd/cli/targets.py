@@ -182,10 +182,9 @@ def _teach(trainer: OPSDTrainer, store: Store, inputs: Sequence[dict[str, Any]],
     with gathered_head(*heads.values()):
         for kind, states in {"": found.rows or (), **found.reference_states}.items():
             for (name, key, prompt, completion), row in zip(texts[kind], states, strict=True):
-                kept = (
-                    row.hidden if name not in heads else _likeliest(trainer, heads[name], row.hidden, completion, top_k)
-                )
                 if completion:
+                    head, of_row = heads.get(name), row.hidden
+                    kept = of_row if head is None else _likeliest(trainer, head, of_row, completion, top_k)
                     store.add(name, key, prompt, completion, kept)
 
 

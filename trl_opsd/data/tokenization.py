@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -132,6 +134,12 @@ def look_at(tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Reque
         raise ValueError(f"{text} is text, in which no tool can be called: give messages, or remove the tools.")
     if not tokenizer.chat_template:
         return
+    # A search for the word: it errs on the side of silence.
+    known = {*re.findall(r"\w+", str(tokenizer.chat_template)), *signature(tokenizer.apply_chat_template).parameters}
+    unread = [] if args.cross_tokenizer else sorted(args.teacher_template_kwargs.keys() - known)
+    if unread or (args.teacher_template_kwargs and any(row.of_teacher.kind == "text" for row in rows)):
+        why = f"its chat template has no {unread[0]!r}" if unread else "its prompts are text, which no template renders"
+        raise ValueError(f"`teacher_chat_template_kwargs` would not change what the teacher reads: {why}.")
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     texts = [row.student.value for row in rows if row.student.kind == "text"]
     if texts and not any(token in text for text in texts for token in special):

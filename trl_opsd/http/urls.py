@@ -24,8 +24,6 @@ def server_urls(option: str, value: Any) -> dict[str, str]:
         return {}
     if not isinstance(value, Mapping):
         return {ONLY: url_of(option, value)}
-    if not value:
-        raise ValueError(f"`{option}` is an empty dict: expected teacher names with the address of a server each.")
     return {name: url_of(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 

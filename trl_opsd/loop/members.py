@@ -242,10 +242,6 @@ class TrainerMembers(UpstreamFixes):
         """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
         return dict(zip(("input_ids", "attention_mask"), self._padded(prompt_ids, "left"), strict=True))
 
-    def given_completion(self, row: BatchRow, prompt_ids: list[int]) -> list[int]:
-        """The completion of a row in its dataset, as it is trained on."""
-        return self._generation.of_dataset(row, prompt_ids)
-
     def padded(
         self,
         prompt_ids: Sequence[list[int]],

@@ -43,7 +43,8 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
             raise TypeError(f"`{type(one).__name__}.state` without `restore`: a resume would begin without it.")
     lacks_rewards = is_training and not any(one.given for one in methods if isinstance(one, Rewards))
     tells = environments is not None and environments.tells
-    is_divided, replacing = launched(args).sp_enabled, [one for one in methods if _replaces_prompts(one)]
+    is_divided = launched(args).sp_enabled
+    replacing = [one for one in methods if _is_ours(one) and one.has("teacher_prompt")]
     for one in methods:
         name, replaces = type(one).__name__, one in replacing
         refuse(
@@ -74,10 +75,6 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
         )
         why = "pass `methods=[Rewards([...])]` with functions"
         refuse([(one.needs_rewards and lacks_rewards, f"`{name}` without rewards", why)])
-
-
-def _replaces_prompts(method: Method) -> bool:
-    return _is_ours(method) and method.has("teacher_prompt")
 
 
 def _check_settings(method: Method) -> None:

@@ -20,6 +20,7 @@ from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.sharding import class_of, whole_numel
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.backbone import context_of, model_shape
+from trl_opsd.options.rules import refuse
 from trl_opsd.parallel.precision import check_trained_dtypes
 
 PLACE_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
@@ -160,28 +161,33 @@ def check_on_device(model: Any, device: torch.device, who: str, instead: str) ->
 
 
 def check_can_learn(student: nn.Module) -> None:
-    """Refuses a frozen student."""
-    if not any(one.requires_grad for one in student.parameters()):
-        raise ValueError(
-            "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be learned: load "
-            "an adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, or call "
-            "`model.requires_grad_(True)`, on a `copy.deepcopy` if it is another trainer's teacher; to evaluate only, "
-            "do not pass `train_dataset`."
-        )
+    """Refuses a student that is frozen, or whose adapter is merged: its gradients would be none."""
+    merged = is_peft(student) and any(getattr(one, "merged", False) for one in student.modules())
+    frozen = not any(one.requires_grad for one in student.parameters())
+    ways = "load an adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, or call `requires_grad_(True)`"
+    nothing = "so nothing would be learned"
+    refuse(
+        [
+            (frozen, f"The student is frozen: none of its parameters has `requires_grad=True`, {nothing}", ways),
+            (merged, f"The student's adapter is merged into its base, {nothing}", "call `unmerge_adapter()`"),
+        ]
+    )
 
 
-def check_optimizer(student: nn.Module, optimizer: Any) -> None:
-    """Refuses an optimizer that has none of the student's trained weights."""
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is None:  # none was passed, or the launcher makes it
-        return
-    held = {id(one) for group in groups for one in group["params"]}  # by identity, as the optimizer has no names
-    if not any(id(one) in held for one in student.parameters() if one.requires_grad):
-        raise ValueError(
-            "The optimizer has no trainable parameter of the student: it was created for another model, or before the "
-            "adapter was added. Create it from `model.parameters()` of the student that you pass, including its "
-            "adapter, or set `optim` in `OPSDConfig`."
-        )
+def check_optimizer(student: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
+    """Refuses an optimizer that has none of the student's trained weights, and another optimizer's scheduler."""
+    steps, groups = getattr(scheduler, "optimizer", None), getattr(optimizer, "param_groups", None)
+    is_other = steps is not None and steps not in (optimizer, getattr(optimizer, "optimizer", None))
+    # By identity, as the optimizer has no names. There are no groups if the launcher makes it.
+    held = {id(one) for group in groups or () for one in group["params"]}
+    has_none = groups is not None and not any(id(one) in held for one in student.parameters() if one.requires_grad)
+    why = "create it from the `parameters()` of the student that you pass, after its adapter was added"
+    refuse(
+        [
+            (is_other, "The scheduler is another optimizer's", "create it for the one that you pass"),
+            (has_none, "The optimizer has no trainable parameter of the student", why),
+        ]
+    )
 
 
 # ---- In words -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.models.backbone import seen, together
 from trl_opsd.models.padding import PADDED
 from trl_opsd.options.normalize import check_drawn
+from trl_opsd.options.rules import refuse
 from trl_opsd.parallel.precision import cast_weights
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.progress import PHASES
@@ -118,6 +119,8 @@ class HFRollout(RolloutBackend):
         """Maximum tokens of each completion; an assigned option may lower it."""
         config, limits = self._trainer.generation_config, self._trainer.limits
         changes = {name: value for name, value in config.to_dict().items() if value != self._bound.get(name)}
+        ends = "the end of a completion is that of the whole training; set it before the trainer is made"
+        refuse([({"eos_token_id", "pad_token_id"} & {*changes}, "`trainer.generation_config`: end or padding", ends)])
         if self._trainer.learns_from_draws:
             check_drawn(changes, self._trainer.args.temperature, "trainer.generation_config.{name} = {value!r}")
         most = changes.get("max_new_tokens", limits.completion)

@@ -7,6 +7,7 @@ from typing import Any
 from trl_opsd._compat.vllm import supported
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.normalize import ENDS
+from trl_opsd.options.rules import refuse
 
 
 def sampling_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
@@ -18,8 +19,8 @@ def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     """As [`sampling_options`], for the body of a request; rejects names that a server would ignore."""
     given, known = _options(args, end_ids), supported.request_options()
     for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not an option of a vLLM server.")
+        what = f"`generation_kwargs={{{name!r}: {value!r}}}`"
+        refuse([(name not in known, what, "this is not an option of a vLLM server")])
     supported.checked(given)
     return given
 

@@ -348,10 +348,13 @@ class Tokens(Answers):
                 f"{asked} returned log-probabilities of up to {largest:.3g} nats, whose probabilities add up to "
                 f"{mass:.3g}: start it without `--logprobs-mode`."
             )
+        if top_k and len(found) > 1:  # what is told beside the likeliest is no likelier than these
+            least_n = found[0][1].topk(top_k, 1).values[:, -1]
+            is_other_n |= logs_nM.topk(top_k, 1).values[:, -1].exp() > least_n.exp() + _ABOVE
         if is_other_n.any():
             raise WrongAnswerError(
-                f"{asked} told two probabilities of one token at position {places[int(is_other_n.nonzero()[0])]}: it "
-                "mixes up answers; restart it."
+                f"{asked} told two probabilities of one token, or others than the likeliest, at position "
+                f"{places[int(is_other_n.nonzero()[0])]}: it mixes up answers; restart it."
             )
         # An excluded token has the lowest finite number, as in a head with a bias of -inf.
         least = torch.finfo(torch.float32).min

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trl_opsd.checkpoints import sync
+from trl_opsd.options.rules import refuse
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.known import TokenHead
@@ -252,5 +253,7 @@ class StoredTeacher(Teacher):
 def stored_teachers(args: OPSDConfig) -> dict[str, StoredTeacher]:
     """The teachers of `args.teacher_targets`, by name, in the order in which they were written."""
     store = Store(Path(str(args.teacher_targets)))
+    what, is_begun = f"`teacher_targets={str(store.folder)!r}`", not (store.folder / "state.json").exists()
+    refuse([(is_begun, what, "`trl-opsd targets` did not end there; run it again, which adds what is missing")])
     heads = store.heads(args.device)
     return {name: StoredTeacher(store, name, head, args.teacher_cache_device) for name, head in heads.items()}

@@ -91,7 +91,10 @@ class VLLMEngine:
         Processes that share an engine may have different numbers of prompts.
         """
         if self._sharing.world_size > 1:  # each samples the rows of all, but has a random state of its own
-            options = [one if one.get("seed") is not None else {**one, "seed": _drawn_seed()} for one in options]
+            options = [
+                one if one.get("seed") is not None else {**one, "seed": int(torch.randint(2**63 - 1, ()))}
+                for one in options
+            ]
         by_process = self._gathered(list(zip(map(_prompt, prompt_ids), options, strict=True)))
         rows = [row for of_one in by_process for row in of_one]
         outputs = self._llm.generate(
@@ -266,10 +269,6 @@ def _reading(processor: Any) -> Iterator[None]:
         yield
     finally:
         InputProcessingContext.get_hf_processor = theirs
-
-
-def _drawn_seed() -> int:
-    return int(torch.randint(2**63 - 1, ()))
 
 
 def _prompt(ids: list[int]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from trl_opsd._compat.trl import DatasetMixtureConfig, ModelConfig, ScriptArgume
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.normalize import with_help
+from trl_opsd.options.rules import refuse
 
 Splits = Mapping[str, Dataset | IterableDataset]
 """Datasets by the name of a split."""
@@ -99,7 +100,12 @@ class OptionParser(TrlParser):
         """The options of a run; the command line overrides the file of `--config`, and that defaults of the parser."""
         rest, config = self.read(args)
         os.environ.update({name: str(value) for name, value in config.get("env", {}).items()})
-        return RunOptions(*self.parse_args_into_dataclasses(args=rest))
+        found = RunOptions(*self.parse_args_into_dataclasses(args=rest))
+        named = {*config, *(one.partition("=")[0].removeprefix("--") for one in rest if one.startswith("--"))}
+        lora = sorted(one for one in named if one.startswith("lora_"))
+        has_none = lora and "use_peft" not in named and not found.model.use_peft
+        refuse([(has_none, f"`{lora[:1]}` without `use_peft`", "no adapter is made; set it too, or remove these")])
+        return found
 
     def check(self, args: Iterable[str]) -> None:
         """Ends the program on a wrong name or kind of value; makes no config, which would start the launch's state."""

@@ -29,6 +29,7 @@ from trl_opsd.cli.train.options import ExtraArguments, OptionParser, RunOptions,
 from trl_opsd.config import OPSDConfig
 from trl_opsd.methods.reward_functions import found_function
 from trl_opsd.methods.rewards import Rewards
+from trl_opsd.options.rules import refuse
 from trl_opsd.progress import PHASES
 from trl_opsd.progress import in_words as duration
 from trl_opsd.trainer import OPSDTrainer
@@ -201,6 +202,8 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         return get_dataset(mixture)
     if not name:
         raise ValueError("No dataset: pass `--dataset_name`, or list several as `datasets` in YAML.")
+    all_files = "this loads all such files below this folder; name a file or folder"
+    refuse([(name in FORMATS.values(), f"`dataset_name={name!r}`", all_files)])
     if (suffix := Path(name).suffix) in FORMATS:
         return load_dataset(FORMATS[suffix], data_files=name, name=config, streaming=streaming)
     # The files that mark a folder of `save_to_disk`.
