@@ -122,5 +122,5 @@ def test_teacher_left_in_training_mode_reads_without_dropout(make_trainer):
 def test_a_student_frozen_since_is_refused_when_training_begins(make_trainer):
     trainer = make_trainer()
     trainer.model.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"^The student is frozen: .* `model.requires_grad_\(True\)`"):
+    with pytest.raises(ValueError, match=r"^The student is frozen: .* `requires_grad_\(True\)`"):
         trainer.train()

@@ -220,7 +220,7 @@ def test_a_wrong_answer_is_not_asked_for_again(served, checkpoint):
         teacher = served(bad)
         with pytest.raises(WrongAnswerError):
             teacher.targets(rows().select([5]))
-        assert len(bad.asked) == 2 + 1 + 1, "and one of the first rows again"
+        assert len(bad.asked) in (2 + 1, 2 + 1 + 1), "and one of the first rows, if it was sent before the answer"
 
 
 def test_a_preempted_row_gets_the_states_of_its_last_pass(served, checkpoint):
