@@ -104,7 +104,7 @@ class OptionParser(TrlParser):
         named = {*config, *(one.partition("=")[0].removeprefix("--") for one in rest if one.startswith("--"))}
         lora = sorted(one for one in named if one.startswith("lora_"))
         has_none = lora and "use_peft" not in named and not found.model.use_peft
-        refuse([(has_none, f"`{lora[:1]}` without `use_peft`", "no adapter is made; set it too, or remove these")])
+        refuse([(has_none, f"`{', '.join(lora)}` without `use_peft`", "no adapter is made; set it, or remove these")])
         return found
 
     def check(self, args: Iterable[str]) -> None:
