@@ -115,7 +115,7 @@ ALL = (
     "(each_setting or weights or freezing or excluded or second_backward or PaddedVocabularies)"
     " and not (Skewed or Alpha or Total or Adaptive)"
     " or weights_multiply and not Adaptive or clipped_divergence and 0.005 and temperature and not Adaptive"
-    " or sampled_tokens and not Adaptive"
+    " or sampled_tokens and not Adaptive and not refused"
     " or equal_the_oracle and not AdaptiveKL and not EntropyAware"
 )
 SOME = (

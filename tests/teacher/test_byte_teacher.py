@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from accelerate import PartialState
 from controls import Shuffled
 from peft import LoraConfig
 from small_methods import AlongCompletion, Discounted
@@ -602,6 +603,7 @@ class Random(Teacher):
 
 @pytest.mark.long
 def test_besides_targets_the_memory_is_that_of_a_few_rows(monkeypatch):
+    PartialState()  # which warnings need
     rows = 64
     monkeypatch.setattr(bytewise, "_ROWS", 1)
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
