@@ -218,6 +218,18 @@ def test_an_environment_may_bring_all_prompts(trained):
     assert "how many<|im_end|>" in trainer.processing_class.decode(trainer.rollout.asked[0][0])
 
 
+def test_completions_of_a_prompt_and_evaluations_have_the_same_tasks(make_trainer):
+    more = {"num_generations": 2, "per_device_train_batch_size": 8, "train_dataset": None, "eval_dataset": rows(2)}
+    trainer, found = make_trainer(**given(once(call(number=1)), Drawn, **more)), []
+    for act in (trainer.evaluate, trainer.train, trainer.evaluate):
+        act()
+        found.append([one.task for one in trainer.environments])
+    before, drawn, after = found
+    assert before == after
+    assert drawn[::2] == drawn[1::2]
+    assert len(set(drawn)) == 4
+
+
 @pytest.mark.long
 def test_one_seed_gives_one_order_of_tasks(tmp_path):
     first, again, other, wide = (
@@ -340,20 +352,3 @@ def test_a_row_that_names_no_environment_is_named(make_trainer):
     dataset = rows(4, environment=["a", "a", "b", "a"])
     with pytest.raises(ValueError, match=r"row 2 of train_dataset.*'b'.*expected one of \['a'\]"):
         make_trainer(**given(once(END), {"a": Adder}, train_dataset=dataset))
-
-
-def test_an_environment_that_cannot_begin_names_its_row(make_trainer):
-    class Broken(Adder):
-        def reset(self, start: int = 0, **_: Any) -> None:
-            if start == 2:
-                raise OSError("no disk")
-
-    trainer = make_trainer(**given(once(END), Broken, train_dataset=rows(4, start=[0, 1, 2, 3])))
-    with pytest.raises(RuntimeError, match=r"row 2 of .* could not begin: OSError: no disk"):
-        batch_of(trainer)
-
-
-def test_columns_named_as_reward_arguments_are_refused(make_trainer):
-    dataset = rows(4, environments=["x"] * 4)
-    with pytest.raises(ValueError, match="a column 'environments', but reward functions get another argument"):
-        make_trainer(**given(once(END), train_dataset=dataset, eval_dataset=dataset))

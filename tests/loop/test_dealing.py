@@ -224,18 +224,6 @@ def test_packing_refuses_models_whose_rows_leak(make_trainer, role):
         make_trainer(**models, padding_free=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
-        ({"max_tokens_per_microbatch": 9, "optim": "lomo"}, "steps in each backward pass"),
-    ],
-)
-def test_contradictory_batching_options_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny.config(tmp_path, **options)
-
-
 class UserLoader(OPSDTrainer):
     def get_train_dataloader(self):
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=list)

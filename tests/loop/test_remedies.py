@@ -179,19 +179,6 @@ def test_contrast_of_sampled_tokens_is_log_ratio_to_contrasted_target(trained):
     assert tiny.logged(ours, "loss") == pytest.approx([float(torch.cat(ratios).detach().mean())], rel=2e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("pair", list(itertools.combinations(REMEDIES, 2)), ids=", ".join)
-@pytest.mark.parametrize("other", WITH)
-def test_two_remedies_equal_float64(trained, pair, other):
-    assert_equals_float64(trained, options_of(*pair, other))
-
-
-@pytest.mark.parametrize("other", ["itself", "two temperatures", "the tokens that differ most"])
-def test_all_remedies_at_once_equal_float64(trained, other):
-    together = "contrast, bounded", "beyond the teacher", "anchor, forward", "rising weights"
-    assert_equals_float64(trained, options_of(*together, other))
-
-
 def test_an_anchor_does_not_choose_tokens(trained):
     assert_equals_float64(trained, {"anchor_weight": 300.0, **WITH["the tokens that differ most"]})
 

@@ -364,18 +364,6 @@ def test_an_anchor_is_of_whole_distributions(make_trainer):
     assert repr(trainer.methods.objective(trainer.current_objective).anchor) == "ReverseKL()"
 
 
-def test_methods_that_need_what_overlap_has_not_are_refused(make_trainer):
-    class Rewarded(Method):
-        needs_rewards = True
-
-    for method, overlap, text in (
-        (Rewarded(), "step", "`overlap='step'` with `Rewarded`, which needs all completions"),
-        (Skipping(), "ahead", "`overlap='ahead'` with `Skipping`, which skips prompts"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make_trainer(model="nowhere", teacher_model="nowhere", methods=[method], overlap=overlap)
-
-
 def test_a_method_may_be_all_that_tells_a_self_teacher(trained):
     class Telling(Method):
         def teacher_prompt(self, row, completion_text, prompt):

@@ -435,7 +435,7 @@ def certificate_of(number: int) -> tuple[float, float, float]:
 
 def certificate_in(folder: Any) -> list[float]:
     faulthandler.dump_traceback_later(forks.SECONDS, exit=True)
-    trainer = certified(folder, per_device_eval_batch_size=2)
+    trainer = certified(folder, per_device_eval_batch_size=2, student_temperature=0.7, teacher_temperature=1.3)
     found = trainer.evaluate()
     faulthandler.cancel_dump_traceback_later()
     return [found[f"eval_certificate/{name}"] for name in ("kl", "agreement")]
