@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,25 +58,6 @@ def broken(page: Path) -> list[str]:
 
 def test_links_lead_to_existing_targets():
     assert {page.name: found for page in [*PAGES, *NOTES] if (found := broken(page))} == {}
-
-
-def test_every_page_can_be_reached_from_the_readme():
-    seen, to_read = set(), [ROOT / "README.md"]
-    while to_read:
-        page = to_read.pop()
-        seen.add(page)
-        links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
-        pages = {(page.parent / link).resolve() for link in links if link.endswith(".md") and ":" not in link}
-        pages -= set(NOTES)
-        to_read += pages - seen - set(to_read)
-    assert {page for page in PAGES if page not in seen} == set()
-
-
-def test_every_page_is_in_the_navigation_of_the_site():
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    shown = re.findall(r"([\w/]+\.md)$", text.partition("\nnav:")[2], flags=re.MULTILINE)
-    other = {"README.md": "index.md", "AGENTS.md": "for_tools.md"}
-    assert sorted(shown) == sorted({other.get(page.name, page.name) for page in PAGES})
 
 
 @pytest.mark.parametrize("name", ["troubleshooting.md", "migration.md"])
@@ -156,39 +136,6 @@ def test_options_that_a_page_sets_exist(name):
     }  # fmt: skip
     found = set(re.findall(r"`([A-Za-z_]\w*)=[^`]*`", text))
     assert found - known - of_others == set()
-
-
-def test_code_of_the_front_page_fits_the_site():
-    blocks = re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
-    assert max(len(line) for block in blocks for line in block.splitlines()) <= 95, "100 columns at 1280 pixels"
-
-
-def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    (tmp_path / "other.md").write_text("# One `thing`, and [two](x.md)\n## Again\n## Again\n")
-    page.write_text(
-        "[a](other.md#one-thing-and-two) [b](other.md#again-1) [c](gone.md) [d](other.md#gone) `[e](no.md)`\n"
-    )
-    assert broken(page) == ["gone.md", "other.md#gone"]
-
-
-@cache
-def constants() -> list[str]:
-    """All texts in the package's code."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_opsd").rglob("*.py")]
-    found = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return [one for one in found if isinstance(one, str)]
-
-
-def test_every_error_quoted_in_the_limitations_exists():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    rows = page.partition("\n## Refused\n")[2]
-    cells = [line.split(" | ")[1] for line in rows.splitlines() if line.startswith("| ")][1:]
-    assert all('"' in cell for cell in cells), "a refusal without its message"
-    said = "\n".join(constants())
-    quoted = [words for cell in cells for words in re.findall(r'"([^"]+)"', cell)]
-    assert [words for words in quoted if words not in said] == []
 
 
 def test_files_named_on_a_page_exist():

@@ -92,9 +92,3 @@ def test_notebook_installs_itself_where_there_is_nothing(tmp_path):
     assert not done.returncode, done.stderr[-3000:]
     assert (tmp_path / "trl_opsd" / "examples" / "out" / "notebook" / "report.html").is_file()
     assert "<iframe srcdoc=" in done.stdout
-
-
-def test_notebook_is_stored_without_outputs():
-    code = [cell for cell in STORED.cells if cell.cell_type == "code"]
-    assert [(cell.outputs, cell.execution_count) for cell in code] == [([], None)] * len(code)
-    nbformat.validate(STORED)
