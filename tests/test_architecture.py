@@ -179,17 +179,3 @@ def test_imported_libraries_are_declared():
     declared = {re.match(r"[\w-]+", line)[0] for line in "\n".join(lines).split()}
     imported = {SOLD_AS.get(library, library) for file in FILES for library in libraries(file, read(file))}
     assert imported - GUARDED.keys() == declared - OF_OTHERS
-
-
-TESTS = Path(__file__).resolve().parent
-ACROSS = {"bad_input", "benchmarks", "contract", "device", "distributed", "equivalence", "examples"}
-"""Folders of tests that hold for several rooms, or for what lies beside the package."""
-HOUSE = {"architecture", "docs", "package", "readme", "reference", "security"}
-"""Files of tests that hold for the whole house."""
-
-
-def test_tests_of_a_room_lie_where_its_name_says():
-    folders = {file.relative_to(TESTS).parts[0] for file in TESTS.glob("*/**/*.py")}
-    assert folders - FLOORS.keys() == ACROSS | {"support"}
-    files = {file.stem.removeprefix("test_") for file in TESTS.glob("*.py")}
-    assert files - FLOORS.keys() == HOUSE | {"conftest"}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import importlib
 import inspect
 import math
 import pickle
 import re
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,13 +160,6 @@ def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch,
         tiny.config(tmp_path, **options)
 
 
-def test_fsdp1_is_refused(make_trainer):
-    trainer = make_trainer()
-    trainer._dist.fsdp_version = 1
-    with pytest.raises(ValueError, match=r"`fsdp_version: 1`.* set `fsdp_version: 2` in the accelerate file"):
-        trainer._check_fsdp()
-
-
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
@@ -251,32 +241,3 @@ def test_bf16_is_on_by_default_with_accelerator(tmp_path, monkeypatch):
     config = OPSDConfig(str(tmp_path))
     assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (True, "bf16", True)
     assert OPSDConfig(str(tmp_path), bf16=False).bf16 is False
-
-
-@pytest.fixture(scope="module")
-def of_trl():
-    """Names and defaults of the options of TRL's other trainers for distillation."""
-    found = {}
-    for name in ("gkd", "sdft"):
-        module = importlib.import_module(f"trl.experimental.{name}")
-        (config,) = (one for kind, one in vars(module).items() if kind.endswith("Config"))
-        found[name] = {one.name: one.default for one in fields(config)}
-    return found
-
-
-@pytest.mark.parametrize(("trainer", "heading"), [("gkd", "GKDTrainer"), ("sdft", "SDFTTrainer")])
-def test_defaults_in_the_migration_tables_are_those_of_both_configs(trainer, heading, of_trl):
-    """Rows of `docs/migration.md` with a default on each side, and every default that trains differently."""
-    page = (Path(__file__).resolve().parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
-    section = page.partition(f"## TRL's `{heading}`")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \((.*?)\) \| `(\w+)` \((.*?)\)", section, re.MULTILINE)
-    theirs, ours = of_trl[trainer], {one.name: one.default for one in fields(OPSDConfig)}
-    assert len(rows) >= 5
-    for name, there, here, default in rows:
-        assert (theirs[name], ours[here]) == (ast.literal_eval(there.strip("`")), ast.literal_eval(default)), name
-    alike = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host", "vllm_server_port"}
-    differing = {name for name in theirs.keys() & ours.keys() - alike if theirs[name] != ours[name]}
-    assert {name for name in differing if isinstance(theirs[name], str | int | float)} <= {
-        *(name for name, *_ in rows),
-        "teacher_prompt_template",  # told in words
-    }

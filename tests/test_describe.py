@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, IterableDataset
-from environments.worlds import END, Adder, Told, given, once
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
-from support import tiny, vision_language
+from support import tiny
 
-from trl_opsd import HFRollout, Method, OPSDTrainer
+from trl_opsd import HFRollout, OPSDTrainer
 
 pytestmark = pytest.mark.quick
 
@@ -89,44 +88,6 @@ def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
     assert found["unused columns"] == "'answer'"
 
 
-def test_each_image_of_a_prompt_is_one_mark(make_trainer):
-    rows = vision_language.rows([2, 1])
-    found = parts(make_trainer(train_dataset=rows, rollout=HFRollout(), **vision_language.arguments()))
-    assert found["prompt"].count("⟨image, 4 tokens⟩") == 2
-    assert "<image>" not in found["prompt"]
-    written = len("user\n" + 2 * "\n\n\n\n" + "0\nassistant\n") + 3 + 2 * 2
-    assert found["prompt"].startswith(f"{written + 8} tokens (chat template)")
-
-
-class Asking(Method):
-    def teacher_prompt(self, row, completion_text, prompt):
-        return f"{row['prompt']} Is it {completion_text}?{row['answer']}"
-
-
-class Weighing(Method):
-    def weighed(self, weights, rows):
-        return 2 * weights
-
-
-def test_methods_and_what_they_let_teachers_read_are_named(make_trainer):
-    rows = tiny.rows().add_column("answer", [4] * 8)
-    trainer = make_trainer(methods=[Weighing(), Asking()], train_dataset=rows)
-    found = parts(trainer)
-    assert found["methods"] == "Weighing, Asking"
-    assert found["teacher's prompt"].startswith("what `Asking.teacher_prompt` returns: ")
-    assert "unused columns" not in found, "a method may read any"
-    trainer.train()
-    made = parts(trainer)["teacher's prompt"]
-    answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
-    possible = [f"{prompt} Is it {answer}?4" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
-    assert made in [f"{len(text)} tokens (`Asking.teacher_prompt`): {text!r}" for text in possible]
-    found = parts(make_trainer(methods=[Weighing()], train_dataset=rows))
-    assert (found["methods"], found["teacher's prompt"]) == ("Weighing", "the same")
-    assert "unused columns" not in found
-    assert parts(make_trainer(train_dataset=rows))["unused columns"] == "'answer'"
-    assert "methods" not in parts(make_trainer())
-
-
 def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
     trainer = make_trainer(
         divergence="jsd",
@@ -144,13 +105,6 @@ def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
     assert found["rows"] == "8 in train_dataset"
 
 
-def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
-    trainer = make_trainer(max_steps=-1, num_train_epochs=2)
-    assert parts(trainer)["steps"].startswith("2 epochs of 2 prompts each")
-    trainer.train()
-    assert "  8 of 2 prompts each" in capsys.readouterr().out
-
-
 def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     given = {"per_device_train_batch_size": 4, "num_generations": 2, "gradient_accumulation_steps": 3}
     trainer = make_trainer(**given)
@@ -159,20 +113,6 @@ def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     assert len({row["prompt"] for call in trainer.get_train_dataloader() for row in call}) == 8 - 2
     assert parts(make_trainer(**given, train_dataset=tiny.rows(6)))["rows"] == "6 in train_dataset"
     assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
-
-
-def test_context_that_the_teacher_gets_later_is_named(make_trainer):
-    success = {"teacher_context": "group_success", "num_generations": 2, "reward_funcs": lambda completions, **_: []}
-    assert parts(make_trainer(**success))["teacher's prompt"].endswith("'2+2=' + what it is told later")
-    rows = tiny.rows().add_column("privileged_context", ["4"] * 8)
-    assert parts(make_trainer(**success, train_dataset=rows))["teacher's prompt"].endswith("' + what it is told later")
-    assert parts(make_trainer(train_dataset=rows))["teacher's prompt"].endswith("2+2='")
-    seeing = {"rollout": HFRollout(), **vision_language.arguments()}
-    found = parts(make_trainer(train_dataset=vision_language.rows([1, 1], [2, 0]), **seeing))["teacher's prompt"]
-    assert found.count("⟨image, 4 tokens⟩") == 2
-    found, plain = (parts(make_trainer(**given(once(END), one)))["teacher's prompt"] for one in (Told, Adder))
-    assert found.endswith("' + what it is told later")
-    assert plain == "the same"
 
 
 class TestBanner:
@@ -224,11 +164,6 @@ def card_of(trainer, **given) -> ModelCard:
     return card
 
 
-def named(model, path):
-    model.config._name_or_path = path
-    return model
-
-
 def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     card = card_of(make_trainer(model=tiny.llama()))
@@ -247,29 +182,6 @@ def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, m
     assert 'model="here"' in card.text
     assert str(tmp_path) not in str(card), "whose folders these are is nobody's business"
     assert card.data.base_model is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "lora", "said"),
-    [
-        ("base", True, "the student without its adapter: "),
-        ("base", False, "the initial student: "),
-        ("ema", True, "moving average of the student (update rate 0.05, every 1 steps): "),
-        ("live", False, "the current student: "),
-    ],
-)
-def test_the_card_of_a_student_that_teaches_itself_cites_opsd(make_trainer, kind, lora, said):
-    trainer = make_trainer(
-        teacher_model=None,
-        teacher_model_kind=kind,
-        train_dataset=tiny.rows().add_column("privileged_context", ["a hint"] * 8),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
-    )
-    card = card_of(trainer)
-    assert f"- Teacher: {said}" in card.text
-    assert "2601.18734" in card.text
-    assert "Zhao" in card.text
-    assert "Agarwal" not in card.text
 
 
 def test_the_card_shows_no_addresses_of_servers(make_trainer, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from support import tiny
 from transformers import ProgressCallback, TrainerControl, TrainerState
 
-from trl_opsd.progress import Progress, row_of
+from trl_opsd.progress import Progress
 
 COLUMNS = ["step", "divergence", "reward", "length", "tokens/s", "s/step", "gen", "score", "train", "GiB"]
 
@@ -70,9 +70,3 @@ def test_other_processes_show_nothing(capsys):
         pass
     shown.on_train_end(None, state, control)
     assert capsys.readouterr() == ("", "")
-
-
-def test_an_evaluation_by_another_name_has_its_own_row():
-    logs = {"eval_maths_divergence/mean": 0.5, "eval_maths_reward": 0.25, "eval_maths_runtime": 1.0}
-    assert row_of(logs, 3, 9).split() == ["eval_maths", "0.5000", "0.250"]
-    assert row_of({"test_divergence/mean": 1e-7, "test_runtime": 1.0}, 3, 9).split() == ["test", "1.000e-07"]

@@ -81,6 +81,12 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("top_k_teacher", {"top_k_teacher": 4, **SAMPLED}),
     ("kl_clip", {"kl_clip": 0.05, "top_k_teacher": 4}),
     ("kl_clip", {"kl_clip": 0.05, "divergence": Own()}),
+    ("SampledReverseKL", {"kl_clip": 0.05, **SAMPLED}),
+    *((name, {name: 0.5, **SAMPLED}) for name in ("top_p", "min_p", "lmbda", "student_temperature")),
+    *(
+        (name, {"generation_kwargs": {name: 3}, "use_vllm": True, "seq_kd": True, "lmbda": 0.5})
+        for name in ("min_tokens", "stop")
+    ),
     # `generation_kwargs`
     *((name, {**SAMPLED, "generation_kwargs": {name: value}}) for name, value in NOT_DRAWN.items()),
     *(
@@ -138,6 +144,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("lmbda", {"lmbda": 0, "reward_gate": 1.0, **REWARDED}),
     ("lmbda", {"lmbda": 0, "teacher_context": "group_success", **REWARDED}),
     ("lmbda", {"lmbda": 0, "teacher_prompt_fn": lambda row, completion, outcome: row["prompt"]}),
+    ("seq_kd", {"lmbda": 0.5, "seq_kd": True, "teacher_prompt_fn": lambda row, completion: row["prompt"]}),
     ("without rewards", {"reward_gate": 1.0}),
     ("without rewards", {"teacher_prompt_fn": lambda row, completion, outcome: "a"}),
     (

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`: a check that goes wrong costs its own findings and no others, and the toy sizes are right."""
+"""`benchmarks/gpu.py`: its checks pass at toy sizes, and all limits are within the budget."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 import traceback
 from functools import cache
 from pathlib import Path
@@ -21,42 +20,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The script as a module, whose checks may be those of `hazards.py`."""
+    """The script as a module."""
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     return importlib.import_module("gpu")
-
-
-@pytest.fixture
-def run(gpu):
-    """Runs hazards with a limit in seconds and returns their results."""
-
-    def call(*names: str, limit: float = 60, budget: float = 300, **options: float):
-        checks = {name: gpu.Check(f"hazards:{name}", limit, "") for name in names}
-        return dict(gpu.run_all(checks, "cpu", budget, **options))
-
-    return call
-
-
-def verdicts(result) -> dict[str, str]:
-    return {one["what"]: one["verdict"] for one in result["findings"]}
-
-
-def test_limits_decide_but_gpu_limits_are_ignored_on_cpu(run, gpu):
-    found = run("passes", "fails")
-    assert verdicts(found["passes"]) == {"a number": "PASS", "a number without a limit on this device": "-"}
-    assert verdicts(found["fails"]) == {"too small": "FAIL", "not a number": "FAIL", "a list": "PASS"}
-    assert gpu.counted(found) == {"PASS": 2, "FAIL": 2, "SKIP": 0, "-": 1}
-    assert "log" not in found["passes"]
-
-
-def _has_ended(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    for _ in range(100):
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 QUICK = ("ceilings", "losses", "attention", "contrast", "bytes")

@@ -295,19 +295,3 @@ class TestSolutions:
         assert theirs > 0.01
         assert trainer.evaluate(eval_dataset=rows)["eval_loss"] == pytest.approx(theirs, rel=1e-5)
         assert trainer.evaluate()["eval_some_loss"] == pytest.approx(theirs, rel=1e-5)
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"teacher_model": tiny.qwen2(48, seed=1), "teacher_model_kind": None},
-            {"teacher_prompt_fn": lambda row, completion: row["prompt"]},
-        ],
-        ids=["another model", "a function"],
-    )
-    def test_solution_column_is_kept_where_it_is_not_needed(self, make, given):
-        trainer = make(**given)
-        assert trainer.train_dataset is self.ROWS
-
-    def test_solution_column_is_kept_beside_privileged_context(self, make):
-        rows = self.ROWS.add_column("privileged_context", ["other"] * 8)
-        assert make(train_dataset=rows).train_dataset is rows

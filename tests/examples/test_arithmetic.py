@@ -33,14 +33,6 @@ def test_worked_solutions_carry_and_borrow_correctly(problem, solution):
     assert problem.solution == solution
 
 
-def test_the_columns_of_worked_solutions_add_up():
-    for problem in draw(2000):
-        *columns, _ = problem.solution.replace(";", ",").split(",")
-        for column in columns:
-            terms, result = column.split("=")
-            assert sum(int(term) for term in terms.replace("-", "+-").split("+")) == int(result), problem
-
-
 @pytest.mark.parametrize(
     ("completion", "right"),
     [
@@ -86,17 +78,6 @@ def test_every_solution_survives_the_tokenizer_and_fits():
         assert tokenizer.decode(ids) == problem.solution
         assert len(ids) == len(problem.solution) < MAX_COMPLETION
         assert tokenizer.pad_token_id not in ids, "a character is missing"
-
-
-def test_the_chat_template_ends_where_the_answer_begins():
-    words = make_tokenizer()
-    assert words.apply_chat_template(SUM.prompt, tokenize=False, add_generation_prompt=True) == (
-        "<|user|>47+85=<|end|><|assistant|>"
-    )
-    assert words.apply_chat_template(SUM.prompt + SUM.completion, tokenize=False) == (
-        "<|user|>47+85=<|end|><|assistant|>7+5=12,4+8+1=13;132<|end|>"
-    )
-    assert words.eos_token == "<|end|>"
 
 
 def test_teacher_is_accurate_and_student_knows_only_the_format(shipped):

@@ -83,16 +83,6 @@ def test_pruned_model_loads_and_generates_with_cache_as_without(name, dropped, t
         assert pruned.get_output_embeddings().weight is pruned.get_input_embeddings().weight
 
 
-def test_pruned_layers_of_a_pattern_keep_their_kind(tmp_path):
-    model = family("gemma3_text")
-    assert model.config.layer_types == [SLIDING] * 5 + [FULL]
-    own = {name: one.clone() for name, one in model.named_parameters() if ".layers.5." in name}
-    pruned = prune.prune(model, [0, 3], tmp_path / "pruned", IDS)
-    assert pruned.config.layer_types == [SLIDING] * 3 + [FULL]
-    for name, one in own.items():
-        assert torch.equal(pruned.get_parameter(name.replace(".5.", ".3.")), one)
-
-
 def test_change_of_states_is_a_mean_over_all_tokens():
     model, texts = family("gpt2").double(), [IDS[:6], IDS]
     with torch.no_grad():

@@ -109,29 +109,6 @@ def test_methods_of_the_comparison_train_on_about_as_many_tokens(compared):
     assert max(tokens) < 1.1 * min(tokens)
 
 
-@pytest.mark.long
-def test_a_finished_comparison_is_read_from_disk_and_not_repeated(compared):
-    _, arguments, results = compared
-    assert all(one["seconds"] > 0 for one in results), "which are not the same a second time"
-    assert compare.main(arguments) == results
-
-
-@pytest.mark.long
-def test_methods_of_a_setting_start_from_one_student(compared):
-    practised = AutoModelForCausalLM.from_pretrained(compared[0] / "practised-student")
-    start = AutoModelForCausalLM.from_pretrained(STUDENT)
-    assert not torch.equal(practised.lm_head.weight, start.lm_head.weight)
-    by_setting = {
-        setting: {one["curve"]["0"] for one in compared[2] if one["setting"] == setting} for setting in compare.SETTINGS
-    }
-    assert by_setting["many problems"] == by_setting["few problems"]
-    assert all(len(starts) == 1 for starts in by_setting.values()), "all methods of a setting start from one student"
-
-
-def _width(path):
-    return int.from_bytes(path.read_bytes()[16:20], "big")
-
-
 def test_training_problems_are_as_many_as_asked_none_held_out():
     many, few = compare.training_problems(None, 640, seed=0), compare.training_problems(50, 640, seed=0)
     assert len(many) == len(few) == 640

@@ -100,44 +100,6 @@ def test_a_learning_rate_from_a_file_is_a_number(config, written):
     assert OptionParser().given(config(learning_rate=written)).config.learning_rate == 1e-5
 
 
-COMMAND_LINE = {
-    "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat': did you mean 'learning_rate'?"),
-    "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat': did you mean 'learning_rate'?"),
-    "parts of several names": (["--vllm_port", "1"], "did you mean 'vllm_group_port' or 'vllm_server_port'?"),
-    "nothing near": (["--eos_tokens", "x"], "error: unknown option '--eos_tokens'\n"),
-    "TRL's old name": (["--teacher_revision", "x"], "did you mean 'teacher_model_revision'?"),
-    "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
-    "two": (["--qqq", "--modle_revision", "x"], "'--qqq'; unknown option '--modle_revision': did you mean 'model_r"),
-    "no option": (["stray"], "unexpected argument 'stray'"),
-    "wrong type": (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
-    "wrong choice": (["--teacher_dtype", "bf16"], "argument --teacher_dtype/--teacher-dtype: invalid choice: 'bf16'"),
-    "wrong task": (["--task", "arithmetix"], "argument --task: invalid choice: 'arithmetix'"),
-    "no file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: [Errno 2] No such file"),
-    "JSON in single quotes": (
-        ["--teacher_model_init_kwargs", "{'dtype': 1}"],
-        "enclosed in double quotes",
-    ),
-    "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a valid dictionary"),
-    "a split that is not there": (
-        ["--dataset_train_split", "train_"],
-        "`dataset_train_split='train_'`: expected a split of the dataset, 'train'.",
-    ),
-    "no split to evaluate on": (
-        ["--eval_strategy", "epoch"],
-        "`dataset_test_split='test'`: expected a split of the dataset, 'train'. It is needed because `eval_strategy`",
-    ),
-}
-
-
-FILE = {
-    "misspelt": ({"learning_rat": 1}, "unknown key 'learning_rat': did you mean 'learning_rate'?"),
-    "with dashes": ({"dataset-config": "x"}, "unknown key 'dataset-config': did you mean 'dataset_config'?"),
-    "nested": ({"training": {"seed": 1}}, "unknown key 'training'"),
-    "nested under an option": ({"seed": {"value": 1}}, "`seed={'value': 1}`: expected a valid integer"),
-    "wrong type": ({"max_steps": 2.5}, "`max_steps=2.5`: expected a valid integer"),
-}
-
-
 def test_methods_of_file_and_command_line_get_their_settings(config):
     methods = {"small_methods.Discounted": {"factor": 0.5}, "anchor": {"weight": 1}}
     for given in (lambda: config(methods=methods), lambda: [*config(), "--methods", json.dumps(methods)]):

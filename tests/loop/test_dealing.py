@@ -300,16 +300,3 @@ def test_token_budget_counts_padding_to_a_multiple(make_trainer):
     trainer.train()
     longest = max(len(prompt) + len(answer) for prompt, answer in rollout._completions.items())
     assert counted.largest <= max(200, longest + 31)
-
-
-def test_rows_are_padded_to_pad_to_multiple_of(make_trainer):
-    rows, rollout = ragged(8)
-    trainer = make_trainer(
-        train_dataset=rows, rollout=rollout, max_completion_length=120, pad_to_multiple_of=32, max_steps=1
-    )
-    widths = []
-    for model in (trainer.model, trainer.teacher_model):
-        model.get_input_embeddings().register_forward_hook(lambda _, ids, __: widths.append(ids[0].size(1)))
-    trainer.train()
-    assert len(widths) >= 2
-    assert [width % 32 for width in widths] == [0] * len(widths)

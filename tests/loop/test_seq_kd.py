@@ -8,7 +8,7 @@ from peft import LoraConfig
 from support import tiny
 from test_off_policy import OPTIONS, Recording
 
-from trl_opsd import HFRollout, Teacher
+from trl_opsd import HFRollout
 
 WORDS = tiny.tokenizer()
 LENGTH = 6
@@ -103,22 +103,3 @@ def test_a_resumed_run_has_the_same_samples(make_trainer, trained, tmp_path):
         make_trainer(
             **{**sampled, "seq_kd": False}, train_dataset=tiny.rows().add_column("completion", ["a"] * 8)
         ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-class Scorer(Teacher):
-    """Reads, and is no model."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    head = property(lambda self: self.inner.head)
-    context = property(lambda self: self.inner.context)
-
-    def targets(self, rollout):
-        return self.inner.targets(rollout)
-
-
-def test_seq_kd_refuses_a_teacher_that_is_no_model(make_trainer):
-    teacher = make_trainer().teacher
-    with pytest.raises(ValueError, match="The teacher, a Scorer, cannot generate completions"):
-        make_trainer(**GREEDY, lmbda=0.5, teacher_model=Scorer(teacher))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -187,18 +186,17 @@ def test_one_teacher_is_as_tokens(make_trainer):
     assert tiny.logged(alike, "loss") == tiny.logged(plain, "loss")
 
 
-OTHERS = "the teachers are ['idle', 'math', 'prose']: expected one number for each of these"
-SOME = [{"math": one, "prose": 1} for one in (0, -1, math.inf, math.nan, None)]
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"loss_aggregation": "row"}, "`Aggregation(by='row')`: expected 'rows' or 'teachers'"),
-    ({"overlap": "step"}, "`overlap='step'` with `Aggregation`, which needs all completions of a step at once"),
-    *(({"teacher_weights": one}, "`Aggregation(weights=") for one in (*SOME, [1, 2], "math", 2, {1: 1.0})),
-    *(({"teacher_weights": one}, OTHERS) for one in ({}, {"math": 1, "prose": 1}, {**WEIGHTS, "maths": 1})),
+WRONG = [{"math": one, "prose": 1} for one in (0, -1, math.inf, math.nan, None)]
+WRONG += [[1, 2], "math", {1: 1.0}, {}, {"math": 1, "prose": 1}, {**WEIGHTS, "maths": 1}]
+REFUSED = [
+    ("Aggregation.by=", {"loss_aggregation": "row"}),
+    ("overlap", {"overlap": "step"}),
+    *(("Aggregation.weights=", {"teacher_weights": one}) for one in WRONG),
 ]
 MODELS = cache(models)
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_values_that_mean_nothing_are_refused(tmp_path, given, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+@pytest.mark.parametrize(("named", "given"), REFUSED)
+def test_values_that_mean_nothing_are_refused(tmp_path, named, given):
+    with pytest.raises(ValueError, match=named):
         trainer_of(tmp_path, "teachers", of=MODELS(), **given)

@@ -192,12 +192,6 @@ def test_marks_of_thoughts_are_kept_where_they_are_special_tokens(marks):
     assert text.replace(" ", "") == "[THINK]so[/THINK]4"
 
 
-def test_what_was_thought_is_not_shown():
-    group = (("<think>so\nmuch</think> 4", 1.0), ("<think>only</think>", 1.0), ("5", 0.0), ("6", None))
-    assert Outcome(0.0, 2, group).success(1.0) == "4"
-    assert Outcome(1.0, 0, group).success(1.0) is None
-
-
 def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
     read = []
 

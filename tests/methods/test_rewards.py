@@ -573,33 +573,15 @@ def raises(**_):
     raise KeyError("answer")
 
 
-FAILING = [
-    (wrong([1.0]), r"ValueError: it returned \[1.0\] for 2 completions"),
-    (wrong("ab"), "ValueError: could not convert string to float"),
-    (wrong(None), "TypeError: 'NoneType' object is not iterable"),
-    (wrong([1.0, math.inf]), r"ValueError: it returned \[1.0, inf\] for 2 completions: expected a finite number"),
-    (raises, "KeyError: 'answer'"),
-]
-
-
-@pytest.mark.parametrize(("function", "words"), FAILING)
-def test_errors_of_reward_functions_name_function_and_rows(make_trainer, function, words):
+@pytest.mark.parametrize(
+    "function",
+    [*map(wrong, ([1.0], "ab", None, [1.0, math.inf])), raises],
+    ids=["one", "text", "none", "inf", "raises"],
+)
+def test_errors_of_reward_functions_name_function_and_rows(make_trainer, function):
     trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(numbered), reward_funcs=function)
-    where = f"The reward function '{function.__name__}' failed for row 0 of an evaluation batch to row 1 of .*: "
-    with pytest.raises(RuntimeError, match=where + words):
+    with pytest.raises(RuntimeError, match=f"'{function.__name__}' failed for row 0 of an evaluation batch to row 1"):
         trainer.evaluate()
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch", "arrays", "booleans"])
-def test_numbers_of_every_kind_are_rewards(make_trainer, kind):
-    kinds = {
-        "numpy": np.array([1, 0]),
-        "torch": torch.tensor([[1.0], [0.0]]),
-        "arrays": [np.array([1.0]), np.array(0)],
-        "booleans": [np.bool_(1), False],
-    }
-    trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(numbered), reward_funcs=wrong(kinds[kind]))
-    assert trainer.evaluate()["eval_reward"] == 0.5
 
 
 def needs_label(completions, label, **_):
@@ -615,45 +597,31 @@ def takes_few(completions, prompts):
 
 
 EIGHT = {"per_device_train_batch_size": 8, "num_generations": 4}
+LABELLED = {"reward_funcs": needs_label, "eval_dataset": rows(2)}
 REFUSED = [
-    ({"reward_weight": 1.0, **EIGHT}, ValueError, r"without rewards: pass `methods=\[Rewards"),
-    ({"reward_weight": 1.0, "reward_funcs": length}, ValueError, "`num_generations=1` with `Rewards`"),
-    ({"reward_weight": -1.0}, ValueError, r"`Rewards\(weight=-1.0\)`: expected greater than or equal to 0"),
+    ("functions", {"reward_funcs": length, "reward_weights": [1, 2]}),
+    ("weights", {"reward_weights": 3}),
+    ("scale", {"scale_rewards": "groups"}),
+    ("aggregation", {"multi_objective_aggregation": "sum"}),
+    ("eval_dataset: .*'label'", LABELLED),
+    ("eval_dataset: .*'answer'", {**LABELLED, "reward_funcs": needs_answer, "remove_unused_columns": True}),
+    ("takes_few", {**LABELLED, "reward_funcs": takes_few}),
     (
-        {"reward_weight": 1.0, "lmbda": 0.0, **EIGHT},
-        ValueError,
-        "`lmbda=0` with `Rewards`, which needs rewards of the student",
-    ),
-    ({"reward_weight": 1.0, "overlap": "step", **EIGHT}, ValueError, "`overlap='step'` with `Rewards`"),
-    ({"reward_funcs": length, "reward_weights": [1, 2]}, ValueError, r"`Rewards\(weights=...\)` has 2 numbers"),
-    ({"reward_weights": 3}, ValueError, r"`Rewards\(weights=3\)`: expected a valid list"),
-    ({"scale_rewards": "groups"}, ValueError, "expected 'group', 'batch' or 'none'"),
-    ({"multi_objective_aggregation": "sum"}, ValueError, "expected 'sum_then_normalize' or"),
-    ({"reward_funcs": needs_label, "eval_dataset": rows(2)}, ValueError, "'needs_label' .* eval_dataset: .*'label'"),
-    (
-        {"reward_funcs": needs_answer, "remove_unused_columns": True, "eval_dataset": rows(2)},
-        ValueError,
-        "'needs_answer' .* eval_dataset: .*'answer'",
-    ),
-    ({"reward_funcs": takes_few, "eval_dataset": rows(2)}, ValueError, "'takes_few' .* as `\\*\\*kwargs`"),
-    (
+        "train_dataset: .*'label'",
         {"reward_funcs": needs_label, "train_dataset": rows(), "reward_weight": 1.0, **EIGHT},
-        ValueError,
-        "'needs_label' .* train_dataset: .*'label'",
     ),
     (
-        {"reward_funcs": length, "eval_dataset": rows(2).add_column("completions", ["a", "b"])},
-        ValueError,
         "eval_dataset has a column 'completions'",
+        {"reward_funcs": length, "eval_dataset": rows(2).add_column("completions", ["a", "b"])},
     ),
 ]
 
 
 @pytest.mark.before_loading
 @pytest.mark.quick
-@pytest.mark.parametrize(("given", "error", "words"), REFUSED)
-def test_wrong_reward_arguments_are_refused_before_loading(make_trainer, given, error, words):
-    with pytest.raises(error, match=words):
+@pytest.mark.parametrize(("named", "given"), REFUSED)
+def test_wrong_reward_arguments_are_refused_before_loading(make_trainer, named, given):
+    with pytest.raises(ValueError, match=named):
         make_trainer(**given)
 
 
