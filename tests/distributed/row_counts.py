@@ -251,5 +251,6 @@ def short_run(folder: Path) -> dict[str, Any]:
 
 
 KINDS = ("map", "stream", "even", "uneven")
+SHARED = [Variant(kind, accumulation) for kind in KINDS for accumulation in (1, 2)]
 SHORT = [Variant(kind, accumulation) for kind, accumulation in zip(KINDS, (1, 2, 1, 2), strict=True)]
 OPTIONS = ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False})

@@ -6,6 +6,7 @@ import collections
 import math
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -396,6 +397,17 @@ def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch,
     monkeypatch.setattr(batch, "exchanged", lambda _, *given: offered.append(given) or given)
     trainer.score(list(trainer.train_dataset)[:2])
     assert len(offered) == (overlap is None)
+
+
+def test_a_process_without_rows_left_repeats_one_without_weight(make_trainer):
+    trainer = fast(make_trainer)
+    overlap, rows = trainer._overlap, trainer._batches.begin(list(trainer.train_dataset)[:2])
+    prompt_ids = trainer.prompt_ids_of(rows)
+    waiting = overlap._waiting(prompt_ids)
+    with closing(overlap._begun(prompt_ids)) as prefetched:
+        last, surplus = (overlap._next(waiting, prefetched, prompt_ids, rows) for _ in range(2))
+    assert (len(last.rows), len(surplus.rows)) == (2, 1)
+    assert last.rollout.weights.sum() > surplus.rollout.weights.sum() == 0
 
 
 def test_evaluation_does_not_stream_rows(make_trainer):

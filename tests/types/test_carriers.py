@@ -57,6 +57,9 @@ def test_selected_targets_are_those_of_the_rows():
     other = targets.select([1])
     assert (other.rows, other.tokens, other.teacher.tolist()) == ((rows[1],), 3, [0])
     assert other.reference_states == {"contrast": (rows[0],)}
+    among = targets.among([2, 0], 3)
+    assert (among.rows[2], among.rows[0], len(among.rows[1].places)) == (rows[0], rows[1], 0)
+    assert among.teacher.tolist() == [0, 1, 1], "of a row that was not read any"
     expected = torch.zeros(2, 3, 4)
     expected[0, [0, 2]], expected[1, [1]] = rows[0].hidden, rows[1].hidden
     assert [row.places.tolist() for row in targets.cut(2).rows] == [[0], [1]]
