@@ -114,10 +114,6 @@ def read(file: Path) -> str:
     return (ROOT / file).read_text(encoding="utf-8")
 
 
-def test_every_room_has_a_floor_and_every_floor_a_room():
-    assert set(map(room, FILES)) == FLOORS.keys()
-
-
 def test_files_import_lower_floors_only():
     assert {str(file): found for file in FILES if (found := too_high(file, read(file)))} == {}
 
@@ -183,45 +179,3 @@ def test_imported_libraries_are_declared():
     declared = {re.match(r"[\w-]+", line)[0] for line in "\n".join(lines).split()}
     imported = {SOLD_AS.get(library, library) for file in FILES for library in libraries(file, read(file))}
     assert imported - GUARDED.keys() == declared - OF_OTHERS
-
-
-TESTS = Path(__file__).resolve().parent
-ACROSS = {"bad_input", "benchmarks", "contract", "device", "distributed", "equivalence", "examples"}
-"""Folders of tests that hold for several rooms, or for what lies beside the package."""
-HOUSE = {"architecture", "docs", "package", "readme", "reference", "release", "security"}
-"""Files of tests that hold for the whole house."""
-
-
-def test_tests_of_a_room_lie_where_its_name_says():
-    folders = {file.relative_to(TESTS).parts[0] for file in TESTS.glob("*/**/*.py")}
-    assert folders - FLOORS.keys() == ACROSS | {"support"}
-    files = {file.stem.removeprefix("test_") for file in TESTS.glob("*.py")}
-    assert files - FLOORS.keys() == HOUSE | {"conftest"}
-
-
-def test_no_two_files_of_tests_share_a_name():
-    names = [file.stem for file in TESTS.rglob("*.py") if file.name != "conftest.py"]
-    assert sorted(names) == sorted(set(names))
-
-
-def test_every_file_has_a_docstring():
-    assert [str(file) for file in FILES if not ast.get_docstring(ast.parse(read(file)))] == []
-
-
-@pytest.mark.parametrize(
-    ("file", "source", "caught"),
-    [
-        ("types/loss.py", "from trl_opsd.losses import dense", {"losses"}),
-        ("losses/dense.py", "from .streamed import fold\nfrom trl_opsd.losses.reduce import total", set()),
-        ("losses/dense.py", "from .. import types, models", {"models"}),
-        ("teacher/frozen.py", "from ..rollout.base import RolloutBackend", {"rollout"}),
-        ("teacher/frozen.py", "def late():\n    import trl_opsd.trainer", {"trainer"}),
-        ("rollout/hf.py", "from trl_opsd import OPSDConfig", {"__init__"}),
-        ("rollout/hf.py", "if TYPE_CHECKING:\n    from trl_opsd.trainer import OPSDTrainer", {"trainer"}),
-        ("config.py", "import importlib\nimportlib.import_module('trl_opsd.trainer')", {"trainer"}),
-        ("config.py", "from importlib import import_module\nimport_module('.trainer', __package__)", {"trainer"}),
-        ("trainer.py", "from trl_opsd import teacher, rollout\nfrom .config import OPSDConfig", set()),
-    ],
-)
-def test_every_form_of_import_is_recognised(file, source, caught):
-    assert too_high(Path(file), source) == caught

@@ -7,17 +7,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset, IterableDataset
-from environments.worlds import END, Adder, Told, given, once
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
-from support import tiny, vision_language
-from trl.chat_template_utils import qwen3_chat_template
+from support import tiny
 
-import trl_opsd
-from trl_opsd import FixedRollout, HFRollout, Method, OPSDTrainer
-from trl_opsd.describe import Banner
+from trl_opsd import HFRollout, OPSDTrainer
 
 pytestmark = pytest.mark.quick
 
@@ -65,55 +60,6 @@ def test_models_are_described_by_the_weights_they_really_have(make_trainer, tmp_
     assert found["processes"] == "1, on cpu"
 
 
-def test_mixed_precision_and_frozen_weights_are_named(make_trainer):
-    trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"), bf16=True)
-    trained = [one for one in trainer.model.parameters() if one.requires_grad]
-    found = parts(trainer)["student"]
-    assert found.startswith("Qwen2ForCausalLM with an adapter, ")
-    assert f"{megabytes(trained)} in float32 trainable" in found
-    assert found.endswith("; computes in bf16")
-
-
-@pytest.mark.parametrize(
-    ("offload", "where"),
-    [
-        ("none", "on cpu"),
-        ("cpu", "in host memory, copied to cpu for scoring"),
-        ("stream", "in host memory, copied to cpu"),
-    ],
-)
-def test_placement_of_the_teacher_is_named(make_trainer, offload, where):
-    assert where in parts(make_trainer(teacher_offload=offload))["teacher"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "adapter", "starts", "ends"),
-    [
-        ("base", True, "the student without its adapter: ", "no weights of its own"),
-        ("base", False, "the initial student: Qwen2ForCausalLM, ", "on cpu"),
-        (
-            "ema",
-            True,
-            "moving average of the student (update rate 0.05, every 1 steps): 0.02 MB in float32",
-            "student's",
-        ),
-        ("ema", False, "moving average of the student (update rate 0.05, every 1 steps): Qwen2ForCausalLM, ", "on cpu"),
-        ("live", False, "the current student: ", "no weights of its own"),
-    ],
-)
-def test_a_student_that_teaches_itself_is_named(make_trainer, kind, adapter, starts, ends):
-    found = parts(
-        make_trainer(
-            teacher_model=None,
-            teacher_model_kind=kind,
-            peft_config=LoraConfig(r=4, target_modules="all-linear") if adapter else None,
-            train_dataset=tiny.rows().add_column("privileged_context", ["4"] * 8),
-        )
-    )["teacher"]
-    assert found.startswith(starts)
-    assert found.endswith(ends)
-
-
 def test_generation_config_of_the_student_is_named(make_trainer):
     student = tiny.qwen2()
     student.generation_config.update(suppress_tokens=[5], num_beams=2, min_p=0.25, top_k=7, max_length=40)
@@ -142,99 +88,6 @@ def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
     assert found["unused columns"] == "'answer'"
 
 
-def test_text_prompts_are_shown_without_chat_template(make_trainer):
-    found = parts(make_trainer(processing_class=with_template()))
-    assert found["prompt"] == "4 tokens (text, no chat template): '2+2='"
-    assert found["teacher's prompt"] == "the same"
-
-
-def test_long_prompt_is_shown_by_beginning_and_end(make_trainer):
-    text = "2" + "+1" * 500 + "="
-    trainer = make_trainer(
-        train_dataset=Dataset.from_dict({"prompt": [text] * 8}),
-        rollout=HFRollout(),
-        model=tiny.qwen2(max_position_embeddings=2048),
-        teacher_model=tiny.qwen2(48, max_position_embeddings=2048),
-    )
-    found = parts(trainer)["prompt"]
-    assert "'2+1+1" in found
-    assert found.endswith("+1+1='")
-    assert "[...]" in found
-    assert len(found) < 700
-
-
-def test_each_image_of_a_prompt_is_one_mark(make_trainer):
-    rows = vision_language.rows([2, 1])
-    found = parts(make_trainer(train_dataset=rows, rollout=HFRollout(), **vision_language.arguments()))
-    assert found["prompt"].count("⟨image, 4 tokens⟩") == 2
-    assert "<image>" not in found["prompt"]
-    written = len("user\n" + 2 * "\n\n\n\n" + "0\nassistant\n") + 3 + 2 * 2
-    assert found["prompt"].startswith(f"{written + 8} tokens (chat template)")
-
-
-def test_first_prompt_of_a_prompt_function_is_shown(make_trainer, capsys):
-    trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
-    found = parts(trainer)
-    assert found["teacher's prompt"].startswith("what `teacher_prompt_fn` returns: ")
-    assert "unused columns" not in found
-    trainer.train()
-    made = parts(trainer)["teacher's prompt"]
-    answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
-    possible = [f"{prompt} Is it {answer}?" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
-    assert made in [f"{len(text)} tokens (`teacher_prompt_fn`): {text!r}" for text in possible]
-    capsys.readouterr()
-    trainer.train()
-    printed = capsys.readouterr().out
-    assert printed.count(made) == 1, "with the description, as it is known"
-
-
-class Asking(Method):
-    def teacher_prompt(self, row, completion_text, prompt):
-        return f"{row['prompt']} Is it {completion_text}?{row['answer']}"
-
-
-class Weighing(Method):
-    def weighed(self, weights, rows):
-        return 2 * weights
-
-
-def test_methods_and_what_they_let_teachers_read_are_named(make_trainer):
-    rows = tiny.rows().add_column("answer", [4] * 8)
-    trainer = make_trainer(methods=[Weighing(), Asking()], train_dataset=rows)
-    found = parts(trainer)
-    assert found["methods"] == "Weighing, Asking"
-    assert found["teacher's prompt"].startswith("what `Asking.teacher_prompt` returns: ")
-    assert "unused columns" not in found, "a method may read any"
-    trainer.train()
-    made = parts(trainer)["teacher's prompt"]
-    answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
-    possible = [f"{prompt} Is it {answer}?4" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
-    assert made in [f"{len(text)} tokens (`Asking.teacher_prompt`): {text!r}" for text in possible]
-    found = parts(make_trainer(methods=[Weighing()], train_dataset=rows))
-    assert (found["methods"], found["teacher's prompt"]) == ("Weighing", "the same")
-    assert "unused columns" not in found
-    assert parts(make_trainer(train_dataset=rows))["unused columns"] == "'answer'"
-    assert "methods" not in parts(make_trainer())
-
-
-def test_a_subclass_that_weighs_may_read_any_column(make_trainer):
-    class Weighing(OPSDTrainer):
-        def weigh(self, rollout, rows, targets):
-            return rollout.weights * rows[0]["answer"]
-
-    rows = tiny.rows().add_column("answer", [1] * 8)
-    assert parts(make_trainer(train_dataset=rows))["unused columns"] == "'answer'"
-    assert "unused columns" not in parts(make_trainer(Weighing, train_dataset=rows))
-
-
-def test_several_teachers_are_named(make_trainer):
-    rows = tiny.rows().add_column("teacher", ["a", "b"] * 4)
-    found = parts(make_trainer(teacher_model={"a": tiny.qwen2(48), "b": tiny.qwen2(64)}, train_dataset=rows))
-    assert "unused columns" not in found
-    assert found["prompt of 'a'"] == "the same"
-    assert [name for name in found if name.startswith("teacher")] == ["teacher 'a'", "teacher 'b'"]
-
-
 def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
     trainer = make_trainer(
         divergence="jsd",
@@ -252,28 +105,6 @@ def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
     assert found["rows"] == "8 in train_dataset"
 
 
-def test_rounded_float32_products_are_named(make_trainer):
-    try:
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        found = parts(make_trainer())
-    finally:
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
-    assert found["student"].endswith("; rounds float32 products")
-
-
-def test_attention_is_named_sdpa_by_default(make_trainer, tmp_path):
-    tiny.save_pair(tmp_path)
-    paths = {"model": str(tmp_path / "student"), "teacher_model": str(tmp_path / "teacher")}
-    assert parts(make_trainer(**paths))["attention"] == "sdpa"
-
-
-def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
-    trainer = make_trainer(max_steps=-1, num_train_epochs=2)
-    assert parts(trainer)["steps"].startswith("2 epochs of 2 prompts each")
-    trainer.train()
-    assert "  8 of 2 prompts each" in capsys.readouterr().out
-
-
 def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     given = {"per_device_train_batch_size": 4, "num_generations": 2, "gradient_accumulation_steps": 3}
     trainer = make_trainer(**given)
@@ -284,28 +115,6 @@ def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
 
 
-def test_passed_optimizer_is_named_before_and_during_training(make_trainer, capsys):
-    student = tiny.qwen2()
-    trainer = make_trainer(model=student, optimizers=(torch.optim.SGD(student.parameters(), lr=0.1), None))
-    assert parts(trainer)["optimizer"] == "SGD, learning rate 0.1"
-    trainer.train()
-    assert "  SGD, learning rate 0.1\n" in capsys.readouterr().out
-
-
-def test_context_that_the_teacher_gets_later_is_named(make_trainer):
-    success = {"teacher_context": "group_success", "num_generations": 2, "reward_funcs": lambda completions, **_: []}
-    assert parts(make_trainer(**success))["teacher's prompt"].endswith("'2+2=' + what it is told later")
-    rows = tiny.rows().add_column("privileged_context", ["4"] * 8)
-    assert parts(make_trainer(**success, train_dataset=rows))["teacher's prompt"].endswith("' + what it is told later")
-    assert parts(make_trainer(train_dataset=rows))["teacher's prompt"].endswith("2+2='")
-    seeing = {"rollout": HFRollout(), **vision_language.arguments()}
-    found = parts(make_trainer(train_dataset=vision_language.rows([1, 1], [2, 0]), **seeing))["teacher's prompt"]
-    assert found.count("⟨image, 4 tokens⟩") == 2
-    found, plain = (parts(make_trainer(**given(once(END), one)))["teacher's prompt"] for one in (Told, Adder))
-    assert found.endswith("' + what it is told later")
-    assert plain == "the same"
-
-
 class TestBanner:
     def test_banner_is_printed_once_when_training_begins(self, make_trainer, capsys):
         trainer = make_trainer()
@@ -313,12 +122,6 @@ class TestBanner:
         trainer.train()
         assert capsys.readouterr().out.count("OPSDTrainer\n  student ") == 1
         trainer.evaluate(tiny.rows(2))
-        assert "OPSDTrainer\n" not in capsys.readouterr().out
-
-    def test_banner_can_be_removed(self, make_trainer, capsys):
-        trainer = make_trainer()
-        trainer.remove_callback(Banner)
-        trainer.train()
         assert "OPSDTrainer\n" not in capsys.readouterr().out
 
     def test_resumed_run_shows_the_steps_done(self, make_trainer, capsys):
@@ -351,38 +154,6 @@ class TestBanner:
             trainer.train()
 
 
-def test_own_rollout_is_described_by_its_string(make_trainer):
-    class Recorded(FixedRollout):
-        def __str__(self):
-            return "answers of last week"
-
-    trainer = make_trainer(rollout=Recorded(tiny.recorded(tiny.tokenizer())), top_p=0.9)
-    assert parts(trainer)["completions"] == "by answers of last week, at most 24 tokens", "how it samples is not known"
-    assert parts(make_trainer())["completions"] == "by FixedRollout, at most 24 tokens"
-
-
-def test_tools_are_named(make_trainer):
-    words = tiny.tokenizer()
-    words.chat_template = qwen3_chat_template
-    models = [tiny.qwen2(width, seed, max_position_embeddings=4096) for seed, width in enumerate((32, 48))]
-    found = parts(
-        make_trainer(
-            tools=[tiny.add], processing_class=words, train_dataset=chat(), model=models[0], teacher_model=models[1]
-        )
-    )
-    assert found["completions"].endswith(", with the tools add")
-    assert '"name": "add"' in found["prompt"]
-
-
-def test_a_trainer_that_only_evaluates_is_described(make_trainer):
-    found = parts(make_trainer(train_dataset=None, eval_dataset={"a": tiny.rows(4)}))
-    assert found["rows"] == "4 in eval_dataset['a']"
-
-
-def test_unfinished_trainer_has_a_plain_repr():
-    assert "OPSDTrainer object" in repr(OPSDTrainer.__new__(OPSDTrainer))
-
-
 # ---- The model card -------------------------------------------------------------------------------------------------
 
 
@@ -391,46 +162,6 @@ def card_of(trainer, **given) -> ModelCard:
     card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
     assert "None" not in card.text
     return card
-
-
-def named(model, path):
-    model.config._name_or_path = path
-    return model
-
-
-@pytest.mark.parametrize("adapter", [None, LoraConfig(r=4, target_modules="all-linear")], ids=["full", "adapter"])
-def test_a_model_that_is_saved_elsewhere_has_our_card(make_trainer, tmp_path, adapter):
-    trainer = make_trainer(peft_config=adapter, max_steps=1, save_strategy="no", output_dir=tmp_path / "run")
-    trainer.train()
-    trainer.save_model(tmp_path / "final")
-    card = ModelCard.load(tmp_path / "final" / "README.md")
-    assert "# Model Card for final" in card.text
-    assert "- Objective: ReverseKL(), temperature 1\n" in card.text
-    assert not (tmp_path / "run" / "README.md").exists()
-    assert trainer.args.output_dir == str(tmp_path / "run")
-    trainer.save_model()
-    assert "# Model Card for run" in ModelCard.load(tmp_path / "run" / "README.md").text
-
-
-def test_the_card_links_models_of_the_hub(make_trainer):
-    trainer = make_trainer(
-        model=named(tiny.qwen2(32), "Qwen/Qwen2.5-0.5B"),
-        teacher_model=named(tiny.qwen2(48, seed=1), "Qwen/Qwen2.5-1.5B"),
-        divergence="reverse_kl",
-        temperature=0.7,
-    )
-    card = card_of(trainer, model_name="mine", dataset_name="someone/prompts", tags="maths")
-    assert "# Model Card for mine" in card.text
-    assert (
-        "This model is a fine-tuned version of [Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B) on the "
-        "[someone/prompts](https://huggingface.co/datasets/someone/prompts) dataset."
-    ) in card.text
-    assert "- Teacher: Qwen2ForCausalLM 'Qwen/Qwen2.5-1.5B', " in card.text
-    assert "- Objective: ReverseKL(), temperature 0.7\n" in card.text
-    assert "2306.13649" in card.text, "GKD"
-    assert "2601.18734" not in card.text, "OPSD"
-    assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
-    assert {"maths", "trl", "opsd"} <= set(card.data.tags)
 
 
 def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, monkeypatch):
@@ -453,53 +184,11 @@ def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, m
     assert card.data.base_model is None
 
 
-def test_the_card_names_the_version_and_the_seed(make_trainer):
-    text = card_of(make_trainer(seed=7)).text
-    assert f"- Made with: trl_opsd {trl_opsd.__version__}, torch {torch.__version__.partition('+')[0]}" in text
-    assert ", seed 7\n" in text
-
-
-@pytest.mark.parametrize(
-    ("kind", "lora", "said"),
-    [
-        ("base", True, "the student without its adapter: "),
-        ("base", False, "the initial student: "),
-        ("ema", True, "moving average of the student (update rate 0.05, every 1 steps): "),
-        ("live", False, "the current student: "),
-    ],
-)
-def test_the_card_of_a_student_that_teaches_itself_cites_opsd(make_trainer, kind, lora, said):
-    trainer = make_trainer(
-        teacher_model=None,
-        teacher_model_kind=kind,
-        train_dataset=tiny.rows().add_column("privileged_context", ["a hint"] * 8),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
-    )
-    card = card_of(trainer)
-    assert f"- Teacher: {said}" in card.text
-    assert "2601.18734" in card.text
-    assert "Zhao" in card.text
-    assert "Agarwal" not in card.text
-
-
 def test_the_card_shows_no_addresses_of_servers(make_trainer, monkeypatch):
     trainer = make_trainer()
     behind = "'/home/me/large' behind http://10.0.0.1:8000 and https://b.example/v1"
     monkeypatch.setattr(type(trainer.teacher), "__str__", lambda _: behind)
     assert "- Teacher: 'large' behind a server and a server\n" in card_of(trainer).text
-
-
-def test_saving_a_checkpoint_writes_the_card_beside_it(make_trainer, tmp_path):
-    make_trainer(divergence="jsd", save_strategy="steps", save_steps=1, max_steps=1).train()
-    card = ModelCard.load(tmp_path / "README.md")
-    assert f"# Model Card for {tmp_path.name}\n" in card.text
-    assert "- Objective: GeneralizedJSD(beta=0.5), temperature 1\n" in card.text
-    assert "- Steps: 1 of 2 prompts each: 2 per device x 1 processes x 1 accumulation steps; 1 done" in card.text
-
-
-def test_the_card_names_completions_of_the_dataset(make_trainer):
-    trainer = make_trainer(lmbda=0.25, train_dataset=tiny.rows().add_column("completion", ["so"] * 8))
-    assert "- Completions: of the dataset for 0.75 of the rows, by FixedRollout, at most 24 " in card_of(trainer).text
 
 
 class LocalHub(HfApi):

@@ -63,16 +63,6 @@ def test_a_public_name_resolves_to_the_object_of_that_name(name):
     assert getattr(trl_opsd, name).__name__ == name
 
 
-def test_public_names_appear_in_tab_completion():
-    assert set(trl_opsd.__all__) <= set(dir(trl_opsd))
-
-
-@pytest.mark.quick
-def test_a_misspelt_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="OPSDTrianer"):
-        _ = trl_opsd.OPSDTrianer
-
-
 def test_the_installed_version_is_the_one_in_the_source():
     assert trl_opsd.__version__ == version("trl_opsd")
 
@@ -100,14 +90,6 @@ def test_a_plain_install_has_everything_that_the_core_imports():
     assert triton <= {"trl_opsd.losses.device", "trl_opsd.losses.fused"}
     optional = r"trl_opsd\.(_compat|rollout|http\.client|teacher\.(answers|checkpoint_head|serve(d|rs)))"
     assert [name for name in vllm | server if not re.match(optional, name)] == []
-
-
-@pytest.mark.quick
-def test_errors_of_this_package_share_a_base_class():
-    for name in ("NonFiniteError", "ServerError", "SyncError"):
-        assert issubclass(getattr(trl_opsd, name), trl_opsd.OPSDError)
-    assert issubclass(trl_opsd.OPSDError, RuntimeError)
-    assert issubclass(trl_opsd.NonFiniteError, FloatingPointError), "as it was called before"
 
 
 def test_importing_the_trainer_prints_nothing(tmp_path):

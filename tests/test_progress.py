@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
 from support import tiny
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers import ProgressCallback, TrainerControl, TrainerState
 
-from trl_opsd import progress
-from trl_opsd.progress import HEADER, Progress, row_of
+from trl_opsd.progress import Progress
 
 COLUMNS = ["step", "divergence", "reward", "length", "tokens/s", "s/step", "gen", "score", "train", "GiB"]
 
@@ -56,15 +54,6 @@ def test_the_closing_line_counts_the_steps_of_this_process(make_trainer, capsys,
     assert re.fullmatch(r"5 steps in \d+\.\d s", lines(capsys)[-1])
 
 
-def test_removing_the_default_callback_shows_nothing(make_trainer, capsys):
-    for kind, quiet in ((ProgressCallback, False), (PrinterCallback, True)):
-        trainer = make_trainer(max_steps=1, logging_steps=1, disable_tqdm=quiet)
-        trainer.remove_callback(kind)
-        capsys.readouterr()
-        trainer.train()
-        assert not [line for line in lines(capsys) if "divergence" in line or "'loss'" in line]
-
-
 def test_callbacks_of_a_user_stay(make_trainer):
     mine = ProgressCallback()
     trainer = make_trainer(callbacks=[mine], disable_tqdm=False)
@@ -81,38 +70,3 @@ def test_other_processes_show_nothing(capsys):
         pass
     shown.on_train_end(None, state, control)
     assert capsys.readouterr() == ("", "")
-
-
-def test_bar_names_the_running_phase_in_a_terminal_only(monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr("sys.stderr", stream)
-        shown, state, control = Progress(), TrainerState(max_steps=2), TrainerControl()
-        shown.on_train_begin(None, state, control)
-        with shown.during("teach"), shown.during("mine"):
-            pass
-        shown.on_train_end(None, state, control)
-        drawn = stream.getvalue()
-        assert (", score]" in drawn) == ("mine" in drawn) == stream.isatty()
-        assert drawn or not stream.isatty()
-
-
-def test_an_evaluation_by_another_name_has_its_own_row():
-    logs = {"eval_maths_divergence/mean": 0.5, "eval_maths_reward": 0.25, "eval_maths_runtime": 1.0}
-    assert row_of(logs, 3, 9).split() == ["eval_maths", "0.5000", "0.250"]
-    assert row_of({"test_divergence/mean": 1e-7, "test_runtime": 1.0}, 3, 9).split() == ["test", "1.000e-07"]
-
-
-def test_a_loss_without_tokens_leaves_its_cells_empty(monkeypatch):
-    monkeypatch.setattr(progress, "peak_bytes", lambda: 3 * 2.0**30)
-    row = row_of({"loss": 0.0, "step_time": 0.1}, 1, 9)
-    assert row.split() == ["1/9", "0.10", "3.0"]
-    assert (len(row), row.index("0.10") + 4) == (len(HEADER), HEADER.index("s/step") + 6), "each below its title"
-
-
-def test_memory_is_that_of_the_process_without_an_accelerator(monkeypatch):
-    monkeypatch.setattr(progress.torch.accelerator, "is_available", lambda: False)
-    assert 2**26 < progress.peak_bytes() < 2**38

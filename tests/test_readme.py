@@ -79,10 +79,6 @@ def tiny_config(config: type, *given: Any, steps: int = 2, **options: Any) -> An
     return config(*given, **{**options, **small})
 
 
-def test_readme_and_start_have_the_snippets_this_file_runs():
-    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 4)
-
-
 @pytest.mark.usefixtures("hub")
 def test_run_yaml_of_the_start_page_is_a_valid_training(tmp_path):
     (text,) = re.findall(r"```yaml\n(# run.yaml.*?)```", (ROOT / "docs/start.md").read_text(), flags=re.DOTALL)

@@ -13,19 +13,10 @@ import pytest
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from PIL import Image as PILImage
 from support import vision_language
-from support.vision_language import answer, picture
+from support.vision_language import picture
 
-from trl_opsd import FixedRollout
 from trl_opsd.data.datasets import WholeStream
 from trl_opsd.data.images import opened, read_with_images, size_of
-
-
-class Answering(FixedRollout):
-    """Completes each prompt with its [`answer`]."""
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        return [answer(ids) for ids in prompt_ids]
-
 
 PICTURE = picture(0, 40, 56)
 TURNED = PILImage.Exif()
@@ -96,12 +87,6 @@ def test_odd_pictures_are_read_as_the_same_picture_in_rgb(tmp_path, case):
         given = WAYS[way](data, tmp_path / "image")
         assert size_of(given) == (expected.height, expected.width), way
         assert are_equal(opened(given), expected), way
-
-
-@pytest.mark.parametrize("array", ["PICTURE", "SMALL"])
-def test_arrays_are_pictures(array):
-    image = globals()[array]
-    assert are_equal(opened(np.array(image)), image.convert("RGB"))
 
 
 DEEP = PILImage.fromarray(np.arange(2240, dtype=np.uint16).reshape(40, 56) * 29)

@@ -9,9 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import datasets
 import pytest
-import torch
 from support import processes
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -91,17 +89,6 @@ def test_a_bf16_step_is_in_bfloat16_in_every_phase(run):
     assert "teach" in benchmark.table(found)
 
 
-def test_construction_counts_tokenized_rows(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    benchmark = importlib.import_module("construction")
-    path = benchmark.make_dataset(1500, 20, True, str(tmp_path))
-    found = {name: benchmark.build(name, path, 512) for name in benchmark.PROGRAMS}
-    assert {name: one["rows"] for name, one in found.items()} == {"trl": 1500, "ours": 1500, "again": 1500}
-    assert found["ours"]["counted"] > 1400 > 10 > found["again"]["counted"]
-    assert "again" in benchmark.table([{"program": name, "processes": 1, **one} for name, one in found.items()])
-
-
 @pytest.mark.parametrize(("tuning", "lengths"), [("full", "even"), ("lora", "ragged")])
 def test_whole_steps_are_measured_on_the_same_work_as_trls(monkeypatch, tuning, lengths):
     monkeypatch.syspath_prepend(FOLDER)
@@ -127,16 +114,6 @@ def test_whole_steps_are_measured_on_the_same_work_as_trls(monkeypatch, tuning, 
     runs["ours"][0]["losses"][1] += 1e-3
     with pytest.raises(ValueError, match="not the same"):
         benchmark.summed_up(runs, args.tolerance)
-
-
-def test_ragged_lengths_have_a_long_tail_and_the_given_mean(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    benchmark = importlib.import_module("end_to_end")
-    drawn = torch.tensor(benchmark.lengths("ragged", 100, 4000, torch.Generator().manual_seed(0)), dtype=torch.float32)
-    assert drawn.mean() == pytest.approx(100, rel=0.1)
-    assert drawn.median() < 80
-    assert 400 < drawn.max() <= 800
-    assert benchmark.lengths("even", 7, 2, None) == [7, 7]
 
 
 @pytest.mark.long

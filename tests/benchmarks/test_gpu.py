@@ -1,13 +1,11 @@
-"""`benchmarks/gpu.py`: a check that goes wrong costs its own findings and no others, and the toy sizes are right."""
+"""`benchmarks/gpu.py`: its checks pass at toy sizes, and all limits are within the budget."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
-import time
 import traceback
 from functools import cache
 from pathlib import Path
@@ -22,94 +20,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The script as a module, whose checks may be those of `hazards.py`."""
+    """The script as a module."""
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     return importlib.import_module("gpu")
-
-
-@pytest.fixture
-def run(gpu):
-    """Runs hazards with a limit in seconds and returns their results."""
-
-    def call(*names: str, limit: float = 60, budget: float = 300, **options: float):
-        checks = {name: gpu.Check(f"hazards:{name}", limit, "") for name in names}
-        return dict(gpu.run_all(checks, "cpu", budget, **options))
-
-    return call
-
-
-def verdicts(result) -> dict[str, str]:
-    return {one["what"]: one["verdict"] for one in result["findings"]}
-
-
-def test_limits_decide_but_gpu_limits_are_ignored_on_cpu(run, gpu):
-    found = run("passes", "fails")
-    assert verdicts(found["passes"]) == {"a number": "PASS", "a number without a limit on this device": "-"}
-    assert verdicts(found["fails"]) == {"too small": "FAIL", "not a number": "FAIL", "a list": "PASS"}
-    assert gpu.counted(found) == {"PASS": 2, "FAIL": 2, "SKIP": 0, "-": 1}
-    assert "log" not in found["passes"]
-
-
-@pytest.mark.parametrize(
-    ("hazard", "why"),
-    [
-        ("raises", "exit status 1: RuntimeError: it broke"),
-        ("is_killed", "killed by signal 9, as for lack of host memory"),
-        ("leaves_early", "exit status 0: it printed nothing"),
-    ],
-)
-def test_check_that_ends_early_keeps_findings_and_next_runs(run, hazard, why):
-    found = run(hazard, "passes")
-    before, end = found[hazard]["findings"]
-    assert (before["what"], before["verdict"]) == ("before", "PASS")
-    assert (end["verdict"], end["measured"]) == ("FAIL", why)
-    assert "FAIL" not in verdicts(found["passes"]).values()
-
-
-def test_hanging_check_is_killed_with_children_and_stack_logged(run):
-    start = time.monotonic()
-    found = run("hangs", "passes", limit=5)
-    assert time.monotonic() - start < 30
-    before, child, end = found["hangs"]["findings"]
-    assert (before["verdict"], end["verdict"], end["measured"]) == ("PASS", "FAIL", "not done after 5 s")
-    assert any("hazards.py" in line and "in hangs" in line for line in found["hangs"]["log"])
-    assert _has_ended(child["measured"])
-    assert "FAIL" not in verdicts(found["passes"]).values()
-
-
-def _has_ended(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    for _ in range(100):
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_garbage_output_fails_and_later_findings_are_kept(run):
-    found = run("writes_garbage")["writes_garbage"]
-    assert [one["verdict"] for one in found["findings"]] == ["FAIL", "FAIL", "PASS"]
-
-
-def test_checks_beyond_the_budget_are_skipped_not_failed(run):
-    found = run("hangs", "passes", limit=60, budget=3, least=2)
-    (*_, cut), (left_out,) = found["hangs"]["findings"], found["passes"]["findings"]
-    assert cut["verdict"] == left_out["verdict"] == "SKIP"
-    assert "the budget of 3 s ran out after 3 s" in cut["measured"]
-
-
-@pytest.mark.long
-def test_script_writes_results_and_skips_checks_beyond_its_budget(gpu, tmp_path):
-    script = [sys.executable, str(FOLDER / "gpu.py"), "--toy", "--json", str(tmp_path / "gpu.json")]
-    done = subprocess.run([*script, "--only", "ceilings"], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(written["checks"]) == ["ceilings"]
-    assert (written["device"], written["verdicts"]["FAIL"]) == ("cpu", 0)
-    assert written["verdicts"]["-"] == 3
-    none = subprocess.run([*script, "--budget", "1"], capture_output=True, text=True, timeout=280)
-    assert (none.returncode, none.stdout.count("SKIP  all: the budget of")) == (0, len(gpu.CHECKS))
 
 
 QUICK = ("ceilings", "losses", "attention", "contrast", "bytes")

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import operator
 
 import pytest
 import torch
 from support import tiny
-from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.members import TrainerMembers
-from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.types.loss import columns
 
 pytestmark = pytest.mark.quick
-
-CLASSES = (TrainerHooks, TrainerMembers, UpstreamFixes)
-"""Those that override methods of TRL's trainer."""
-
-
-def parameters(function):
-    return tuple(inspect.signature(function).parameters)
-
-
-def test_overrides_have_the_parameters_of_their_originals():
-    overridden = {
-        f"{cls.__name__}.{name}": (parameters(ours), parameters(original))
-        for cls in CLASSES
-        for name, ours in vars(cls).items()
-        if inspect.isfunction(ours) and not name.startswith("__")
-        if (original := getattr(DistillationTrainer, name, None)) is not None
-        and parameters(ours) != ("self", "args", "kwargs")
-    }
-    assert len(overridden) > 25
-    assert {name: both for name, both in overridden.items() if both[0] != both[1]} == {}
 
 
 class Counting(OPSDTrainer):
@@ -77,29 +52,6 @@ def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, mo
     )
     trainer.train()
     assert read == [8]
-
-
-def test_row_is_parsed_once_and_keeps_all_columns(make_trainer):
-    given = []
-
-    class Keeping(OPSDTrainer):
-        def teach(self, rollout, rows):
-            given.append(list(rows))
-            assert self.teaching.as_rows(rows)[0] is rows[0], "a parsed row is not parsed again"
-            return super().teach(rollout, rows)
-
-        def weigh(self, rollout, rows, targets):
-            given.append(list(rows))
-            return super().weigh(rollout, rows, targets)
-
-    make_trainer(Keeping).score([{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}])
-    taught, weighed = given
-    assert all(map(operator.is_, taught, weighed))
-    assert [dict(row) for row in weighed] == [{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}]
-    assert [(one.student.value, one.student.kind, one.teacher) for one in (row.request for row in weighed)] == [
-        ("2+2=", "text", "teacher"),
-        ("x", "text", "teacher"),
-    ]
 
 
 def test_rows_are_scored_outside_of_training(make_trainer):

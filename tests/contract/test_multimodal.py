@@ -6,67 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from support import tiny, vision_language
-from support.parity import losses, trained
+from support.parity import Replaying, losses, trained
 from transformers import (
     AutoProcessor,
-    Gemma3Config,
     Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessorPil,
     Gemma3Processor,
-    PreTrainedTokenizerFast,
 )
-from trl import DistillationConfig, DistillationTrainer
+from trl import DistillationConfig
 
-from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-
-TOKENS = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
-
-
-def processor() -> Gemma3Processor:
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=tiny.tokenizer().backend_tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=TOKENS,
-        chat_template=tiny.CHAT_TEMPLATE,
-    )
-    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-    return Gemma3Processor(images, words, image_seq_length=4)
-
-
-def gemma3(width: int, seed: int) -> Gemma3ForConditionalGeneration:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": 262, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
-    vision = {**sizes, "image_size": 28, "patch_size": 14}
-    ids = {f"{name}_index": 259 + number for number, name in enumerate(TOKENS)}
-    config = Gemma3Config(
-        text_config={**text, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 0},
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        **ids,
-    )
-    model = Gemma3ForConditionalGeneration(config)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(12)
-    return model
+from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 
 
 def models() -> dict[str, Any]:
-    return {"model": gemma3(32, 0), "teacher_model": gemma3(48, 1), "processing_class": processor()}
+    return vision_language.arguments("gemma3")
 
 
 LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
-
-
-class Replaying(DistillationTrainer):
-    """TRL's trainer with recorded completions instead of generated ones."""
-
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
-        return FixedRollout(tiny.recorded(self._tokenizer)).complete(prompt_ids, 0)
 
 
 def adapter(lora: bool) -> LoraConfig | None:
@@ -127,8 +84,8 @@ def test_image_placeholders_are_never_generated(make_trainer, family):
 
 
 def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_path):
-    gemma3(32, 0).save_pretrained(tmp_path / "student")
-    processor().save_pretrained(tmp_path / "student")
+    models()["model"].save_pretrained(tmp_path / "student")
+    models()["processing_class"].save_pretrained(tmp_path / "student")
     rows = tiny.rows().add_column("images", [[]] * 8).add_column("image", [None] * 8)
     given = {**models(), "model": str(tmp_path / "student"), "processing_class": None, "train_dataset": rows}
     options = {"save_strategy": "steps", "save_steps": 3, "remove_unused_columns": False}
@@ -137,17 +94,3 @@ def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_pat
     assert isinstance(again, Gemma3Processor)
     assert again.tokenizer.get_vocab() == trainer.processing_class.get_vocab()
     assert Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out" / "checkpoint-3")
-
-
-@pytest.mark.refusal
-@pytest.mark.before_loading
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "x", "images": ["a.png"]}, "row 0 of train_dataset is text, but the row has images"),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"parts of type \['audio'\]: expected 'text'"),
-    ],
-)
-def test_images_and_audio_are_refused(make_trainer, row, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(train_dataset=Dataset.from_list([row] * 8), processing_class=processor())

@@ -6,8 +6,6 @@ only compared with (`benchmarks/cross_tokenizer.py`).
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +15,12 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from support import tiny
-from support.byte_languages import Language, of_merges
 from support.parity import Replaying
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM, TrainerCallback
 from trl import DistillationConfig
-from trl.experimental.gold.gold_trainer import ULDLoss
-
-from trl_opsd.bytes.vocabulary import ByteVocabulary
 
 CALL = {"type": "function", "function": {"name": "none", "arguments": {}}}
 
@@ -164,50 +158,3 @@ def test_tools_ask_every_config_for_a_context_of_its_own(trls):
     trainer._get_tool_suffix_ids = lambda messages: [5]
     with pytest.raises(AttributeError, match="max_position_embeddings"):
         trainer._tool_call_loop([[]], [[5]], [[6]], [called], None, {})
-
-
-@pytest.fixture
-def gold():
-    """GOLD's sorted loss of a text between a student that reads letters and a teacher that has a token `ab`.
-
-    Both are the language of this text alone: each token has a probability of 1.
-    """
-    names = ["crossentropy_weight", "distillation_weight", "student_temperature", "teacher_temperature"]
-    options = {f"uld_{name}": value for name, value in zip(names, [0.0, 1.0, 1.0, 1.0], strict=True)}
-    options |= {"uld_skip_student_eos": True, "uld_skip_teacher_eos": True, "use_extended_uld": True}
-    letters, pairs = (ByteVocabulary.of(of_merges(merges), "it") for merges in ([], [(b"a", b"b")]))
-
-    def side(vocabulary):
-        ids, logits = Language({"abcab": 1.0}).logits("abcab", vocabulary)
-        ends = accumulate((len(vocabulary.texts[one] or b"") for one in ids), initial=0)
-        offsets = torch.tensor([[[0, 0], *map(list, pairwise(ends))]])
-        return torch.cat([logits, logits[-1:]])[None], torch.tensor([[-100, *ids]]), torch.tensor([[0, *ids]]), offsets
-
-    def loss(change=lambda logits: None, merge="observed", student=letters):
-        mine, yours = side(student), side(pairs)
-        change(mine[0][0])
-        compare = ULDLoss(SimpleNamespace(**options, uld_token_merge_strategy=merge))
-        return float(compare(*(one for both in zip(mine, yours, strict=True) for one in both)))
-
-    return SimpleNamespace(loss=loss, pairs=pairs)
-
-
-def test_gold_compares_models_of_one_language_at_different_bytes(gold):
-    assert gold.loss() == pytest.approx(2 / 3)
-    assert gold.loss(merge="bayesian") == pytest.approx(0, abs=1e-6), "its logits begin one position earlier"
-
-
-def test_gold_rewards_a_student_that_repeats_a_token(gold):
-    def repeat(logits):
-        logits[[2, 5]] = logits[1].clone()  # `b` after `ab`, as after `a`
-
-    assert gold.loss(repeat) < 1e-6
-    assert gold.loss() > 0.5, "of the right student"
-
-
-def test_gold_does_not_compare_the_first_token(gold):
-    def forget(logits):
-        logits[0] = 0
-
-    assert gold.loss(forget, student=gold.pairs) == pytest.approx(0, abs=1e-6)
-    assert gold.loss(forget, "bayesian", gold.pairs) > 0.5

@@ -88,32 +88,6 @@ def test_weights_of_one_equal_no_weights(make_trainer):
     assert losses[0] == losses[1]
 
 
-def test_zero_weights_leave_the_student_unchanged(make_trainer):
-    trainer = make_trainer(Returning, max_steps=1)
-    trainer.returned = lambda rollout: 0 * rollout.weights
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    trainer.train()
-    assert not tiny.logged(trainer, "loss")
-    assert all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("returned", "error", "message"),
-    [
-        (lambda rollout: None, TypeError, "a NoneType: expected a tensor of floats"),
-        (lambda rollout: rollout.weights[:, :-1], ValueError, r"of shape \(2, 2\): expected \(2, 3\)"),
-        (lambda rollout: -rollout.weights, ValueError, "weights from -1 to"),
-        (lambda rollout: rollout.weights / 0, ValueError, "expected finite weights"),
-        (lambda rollout: rollout.weights + 1, ValueError, r"token \d of row \d, which is padding"),
-    ],
-)
-def test_invalid_weights_are_refused_before_the_loss(make_trainer, returned, error, message):
-    trainer = make_trainer(Returning)
-    trainer.returned = returned
-    with pytest.raises(error, match=message):
-        trainer.score([{"prompt": "2+2="}, {"prompt": "x"}])
-
-
 def test_weights_apply_in_evaluation(make_trainer):
     trainer = make_trainer(Weighing, beta=0.0, eval_dataset=tiny.rows(4), per_device_eval_batch_size=4)
     batches = []

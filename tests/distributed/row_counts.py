@@ -10,8 +10,6 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +18,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
-from support import forks, fsdp_on_cpu, tiny
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from support import fsdp_on_cpu, tiny
 from transformers import PrinterCallback
 
 from trl_opsd import OPSDTrainer, RolloutBackend
@@ -257,51 +254,3 @@ KINDS = ("map", "stream", "even", "uneven")
 SHARED = [Variant(kind, accumulation) for kind in KINDS for accumulation in (1, 2)]
 SHORT = [Variant(kind, accumulation) for kind, accumulation in zip(KINDS, (1, 2, 1, 2), strict=True)]
 OPTIONS = ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False})
-ALL = [
-    *(Variant(*which) for which in itertools.product(KINDS, (1, 2), (0, 2))),
-    *(Variant(kind, accumulation, 0, option) for option in OPTIONS for kind in KINDS for accumulation in (1, 2)),
-]
-
-
-def summary(read: list[str]) -> str:
-    """Number of rows read, and of those read more than once."""
-    twice = sum(number > 1 for number in Counter(read).values())
-    return f"{len(set(read))}" + (f", {twice} again" if twice else "")
-
-
-def line(name: str, found: dict[str, Any]) -> str:
-    cells = [found.get("error", "").splitlines()[0][:70]] if "error" in found else []
-    if "train" in found:
-        cells += ["/".join(map(summary, epochs(found)))]
-    if "eval" in found:
-        cells += [f"{summary(found['eval'])}: {found['loss']:.6f}"]
-    return f"| {name} | {' | '.join(cells)} |"
-
-
-def launched(strategy: str, folder: Path, variants: list[Variant], *what: Any) -> dict[str, Any]:
-    """The rows that two processes read, or how they ended."""
-    try:
-        return forks.launch(strategy, in_time, count_all, folder, variants, 2, *what)[0]
-    except ChildFailedError as failure:
-        code = failure.get_first_failure()[1].exitcode
-        return {variant.name: {"error": f"a process ended with status {code}"} for variant in variants}
-
-
-def main(folder: Path, *arguments: str) -> None:
-    tiny.save_pair(folder)
-    if "--all" not in arguments:
-        for variant in SHARED:
-            print(line(f"ddp | {variant.name}", launched("ddp", folder, [variant])[variant.name]), flush=True)
-        return
-    pairs = [("ddp", variant) for variant in ALL] + list(itertools.product(("zero3_cpu", "fsdp2_cpu"), SHARED))
-    for (strategy, variant), what in itertools.product(pairs, ("train", "eval")):
-        found = launched(strategy, folder, [variant], [what])[variant.name]
-        print(line(f"{strategy} | {variant.name} | {what}", found), flush=True)
-    for variant, what in itertools.product(
-        ALL, ("train", "eval")
-    ):  # last: a process that has trained cannot fork pairs
-        print(line(f"one process | {variant.name} | {what}", counted(folder, variant, 1, [what])), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

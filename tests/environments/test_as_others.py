@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from environments.worlds import END, Adder, Drawn, Scripted, Told, call, figures, flat, given, once, rows, tasks, words
-from peft import LoraConfig
 from support import forks, tiny
 from trl import GRPOConfig, GRPOTrainer
 
@@ -88,49 +86,6 @@ def grpo(folder: Path, environment: Any, turns: Any, dataset: Any) -> Fixed:
     return trainer
 
 
-class Shop(Told):
-    """Its hooks have docstrings, as TRL's tools have."""
-
-    def get_privileged_context(self) -> str:
-        """Tells the answer.
-
-        Returns:
-            The total.
-        """
-        return super().get_privileged_context()
-
-    def get_feedback(self) -> str:
-        """Tells what went wrong.
-
-        Returns:
-            The total.
-        """
-        return f"the total was {self.total}"
-
-
-@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
-def test_grpo_offers_hooks_unless_a_subclass_hides_them(make_trainer, tmp_path):
-    (code,) = re.findall(r"```python\n(class ShopForGRPO.*?)\n\nbaseline", (DOCS / "agents.md").read_text(), re.DOTALL)
-    names = {"Shop": Shop}
-    exec(code, names)
-    dataset = rows(4, start=[1, 2, 3, 4])
-    turns = once(call("get_privileged_context"))
-    asked = []
-    for kind in (Shop, names["ShopForGRPO"]):
-        trainer = grpo(tmp_path, kind, turns, dataset)
-        trainer._generate_and_score_completions([dict(row) for row in dataset])
-        asked.append([[*map(trainer.processing_class.decode, batch)] for batch in trainer.script.asked])
-    given_away, honest = asked
-    assert '"get_privileged_context"' in given_away[0][0]
-    assert '"get_feedback"' in given_away[0][0]
-    assert "<tool_response>\nthe total is 1\n" in given_away[1][0]
-    assert not any("get_" in text for text in honest[0])
-    assert "Tool get_privileged_context not found" in honest[1][0]
-    ours = make_trainer(**given(turns, Shop, train_dataset=dataset))
-    ours.score([dict(row) for row in dataset])
-    assert [[*map(ours.processing_class.decode, batch)] for batch in ours.rollout.asked] == honest
-
-
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
 def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
     turns = lambda prompt: [call(number=2), call("misbehave", how="raise"), f"two{END}"][  # noqa: E731
@@ -184,20 +139,6 @@ def test_metrics_are_those_of_all_rows(tmp_path):
     assert one["eval_completions/min_length"] < one["eval_completions/mean_length"] - 1
 
 
-@pytest.mark.parametrize("kind", ["base", "live", "ema"])
-def test_a_student_may_teach_itself_with_an_adapter_or_without(trained, kind):
-    trainer = trained(
-        **given(once(call(number=1)), Told, teacher_model=None, max_steps=2),
-        teacher_model_kind=kind,
-        peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
-        logging_steps=1,
-        learning_rate=1e-2,
-    )
-    losses = tiny.logged(trainer, "loss")
-    assert losses[0] > 0
-    assert losses[0] != losses[1]
-
-
 def test_resumed_weights_are_those_of_an_uninterrupted_run(make_trainer, tmp_path):
     def trainer(folder: str, steps: int) -> Any:
         return make_trainer(
@@ -213,18 +154,3 @@ def test_resumed_weights_are_those_of_an_uninterrupted_run(make_trainer, tmp_pat
     resumed = trainer("parts", 4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert torch.equal(tiny.weights(whole), tiny.weights(resumed))
-
-
-def test_several_teachers_read_what_the_environment_tells(trained):
-    teachers = {name: tiny.qwen2(48, seed=seed, max_position_embeddings=4096) for name, seed in (("a", 1), ("b", 2))}
-    trainer = trained(
-        **given(
-            once(call(number=1)),
-            Told,
-            teacher_model=teachers,
-            train_dataset=rows(4, start=[1, 2, 3, 4], teacher=["a", "b"] * 2),
-        )
-    )
-    log = trainer.state.log_history[0]
-    assert log["divergence/teacher/a"] > 0
-    assert log["divergence/teacher/b"] > 0

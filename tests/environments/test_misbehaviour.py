@@ -64,11 +64,6 @@ def test_a_row_that_cannot_go_on_ends_alone(make_trainer, how):
     assert rollout.weights.sum(1).min() > 0
 
 
-def test_text_that_no_tokenizer_reads_costs_its_row(trained):
-    trainer = trained(**given(once(call("misbehave", how="odd text"))))
-    assert math.isfinite(trainer.state.log_history[0]["loss"])
-
-
 @pytest.mark.parametrize("name", ["sleep", "wait"])
 def test_hanging_call_ends_its_row_and_renews_its_environment(make_trainer, name, caplog):
     def turns(prompt: str) -> str:
@@ -96,16 +91,6 @@ def test_a_reset_that_hangs_is_an_error_with_its_row(make_trainer):
     trainer = make_trainer(**given(once(END), Slow, train_dataset=rows(2, start=[0, 1]), environment_timeout=0.3))
     with pytest.raises(RuntimeError, match=r"row 1 of .* could not begin: no answer within 0.3 seconds"):
         trainer.score(list(trainer.train_dataset))
-
-
-def test_a_reward_that_fails_names_its_function(make_trainer):
-    class Unsure(Adder):
-        def get_reward(self) -> float:
-            raise KeyError("score")
-
-    trainer = make_trainer(**given(once(call(number=1)), Unsure, eval_dataset=rows(2)))
-    with pytest.raises(RuntimeError, match="The reward function 'Unsure' failed"):
-        trainer.evaluate()
 
 
 def test_feedback_that_fails_is_none(trained, caplog):

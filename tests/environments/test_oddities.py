@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any, ClassVar
 
@@ -38,10 +37,6 @@ def test_missing_feedback_masks_the_row(make_trainer, said):
     assert weights_of(gated) == [0.0] * 4, "a gate does not bring it back"
 
 
-def test_feedback_of_odd_characters_is_read(make_trainer):
-    assert min(weights_of(of_itself(make_trainer, "\ud800 \0 wrong"))) > 0
-
-
 def test_an_observation_of_parts_of_text_is_text(make_trainer):
     class Parts(Adder):
         def reset(self, **_: Any) -> Any:
@@ -51,96 +46,6 @@ def test_an_observation_of_parts_of_text_is_text(make_trainer):
     trainer = make_trainer(**given(once(call(number=1)), Parts))
     weights_of(trainer)
     assert "user\ncount 0 a door<" in trainer.processing_class.decode(trainer.rollout.asked[0][0])
-
-
-def test_an_observation_of_odd_characters_is_read(make_trainer):
-    class Odd(Adder):
-        def reset(self, **_: Any) -> str:
-            super().reset()
-            return "\ud800\0"
-
-    assert min(weights_of(make_trainer(**given(once(call(number=1)), Odd)))) > 0
-
-
-def test_call_by_an_unreadable_name_is_answered(trained):
-    text = f'<tool_call>\n{{"name": "\\ud800", "arguments": {{}}}}\n</tool_call>{END}'
-    trainer = trained(**given(once(text)))
-    assert "Tool ? not found" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
-
-
-def test_what_is_cancelled_is_an_answer(trained):
-    class Cancelling(Adder):
-        async def give_up(self) -> str:
-            """Gives up.
-
-            Returns:
-                Nothing.
-            """
-            task = asyncio.ensure_future(asyncio.sleep(9))
-            task.cancel()
-            await task
-            return "never"
-
-    trainer = trained(**given(once(call("give_up")), Cancelling))
-    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
-
-
-def test_text_parts_are_text_and_empty_lists_two_brackets(make_trainer):
-    class Parts(Adder):
-        def look(self, many: bool) -> Any:
-            """Looks.
-
-            Args:
-                many: Whether there is much.
-
-            Returns:
-                What there is.
-            """
-            return [{"type": "text", "text": "a "}, {"type": "text", "text": "door"}] if many else []
-
-    for many, seen in ((True, "a door"), (False, "[]")):
-        trainer = make_trainer(**given(once(call("look", many=many)), Parts))
-        weights_of(trainer)
-        assert f"\n{seen}\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
-
-
-def test_tools_have_the_names_that_templates_show(make_trainer):
-    def named(function: Any) -> Any:
-        def shout(self, number: int) -> str:
-            """Adds a number aloud.
-
-            Args:
-                number: The number to add.
-
-            Returns:
-                The total.
-            """
-            return function(self, number) + "!"
-
-        return shout
-
-    class Wrapped(Adder):
-        loud = named(Adder.add)
-        same = loud
-
-        @classmethod
-        def kind(cls) -> str:
-            """Names the class.
-
-            Returns:
-                Its name.
-            """
-            return cls.__name__
-
-    for text, seen in (
-        (call("shout", number=4), "4!"),
-        (call("kind"), "Wrapped"),
-        (call("loud", number=4), "not found"),
-    ):
-        trainer = make_trainer(**given(once(text), Wrapped))
-        weights_of(trainer)
-        assert seen in trainer.processing_class.decode(trainer.rollout.asked[1][0])
-        assert [tool.__name__ for tool in trainer.tools].count("shout") == 1
 
 
 def test_a_tool_cannot_change_the_arguments_it_was_called_with(make_trainer):
@@ -201,12 +106,6 @@ def test_classes_and_functions_of_one_name_have_each_a_reward(make_trainer):
     assert found["eval_reward"] == 3 + 3.5
 
 
-@pytest.mark.parametrize("name", ["kind", "of"])
-def test_columns_may_have_any_name(make_trainer, name):
-    dataset = rows(2, **{name: ["x", "y"]})
-    assert make_trainer(**given(once(call(number=3)), eval_dataset=dataset)).evaluate()["eval_rewards/Adder/mean"] == 3
-
-
 def test_stream_passes_prompts_to_reset_or_needs_none(make_trainer):
     class Asked(Adder):
         seen: ClassVar[list[Any]] = []
@@ -228,30 +127,6 @@ def test_datasets_that_come_later_are_as_the_first(make_trainer):
     assert trainer.evaluate(rows(2, start=[3, 4]).remove_columns("prompt"))["eval_rewards/Told/mean"] == 4.5
     with pytest.raises(ValueError, match="tell"):
         trainer.evaluate(rows(2, privileged_context=["a", "b"]))
-
-
-def test_training_needs_no_dataset_where_an_evaluation_has_one(trained):
-    trainer = trained(**given(once(call(number=1)), train_dataset=None, eval_dataset=rows(2)))
-    assert trainer.state.global_step == 1
-
-
-def test_a_reward_function_gets_the_columns_of_the_dataset_alone(make_trainer):
-    def strict(prompts, completions, completion_ids, trainer_state, log_metric, environments, start):
-        return [float(one) for one in start]
-
-    trainer = make_trainer(**given(once(call(number=1)), Told, eval_dataset=rows(2, start=[2, 4]), reward_funcs=strict))
-    assert trainer.evaluate()["eval_rewards/strict/mean"] == 3
-
-
-def test_a_proxy_tells_nothing_that_its_class_does_not(make_trainer):
-    class Proxy(Adder):
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: f"remote error: no method {name}"
-
-    trainer = make_trainer(**given(once(call(number=1)), Proxy))
-    batch = trainer.score(list(trainer.train_dataset))
-    assert not trainer.turns.environments.tells
-    assert all("privileged_context" not in row for row in batch.rows)
 
 
 def test_a_teacher_reads_the_tools_of_its_rows_environment(make_trainer):

@@ -41,30 +41,6 @@ def test_training_moves_the_weights_by_more_than_the_tolerance(expected):
 
 
 @pytest.mark.parametrize(
-    "divergence", ["jsd", *(pytest.param(one, marks=pytest.mark.long) for one in ("forward_kl", "reverse_kl"))]
-)
-def test_gradient_accumulation_does_not_change_the_step(make_trainer, divergence):
-    one_by_four, two_by_two, four_by_one = (
-        weights(
-            make_trainer(
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=4 // rows,
-                max_steps=2,
-                divergence=divergence,
-            )
-        )
-        for rows in (1, 2, 4)
-    )
-    assert_same(one_by_four, two_by_two)
-    assert_same(two_by_two, four_by_one)
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 3, pytest.param(1000, marks=pytest.mark.long)])
-def test_the_tile_size_of_the_loss_changes_nothing(make_trainer, expected, chunk_tokens):
-    assert_same(weights(make_trainer(loss_chunk_tokens=chunk_tokens)), expected)
-
-
-@pytest.mark.parametrize(
     "make_model",
     [tiny.qwen2, tiny.gpt2, *(pytest.param(one, marks=pytest.mark.long) for one in (tiny.llama, tiny.gemma2))],
 )

@@ -73,6 +73,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "four completions": {"num_generations": 4},
     "temperatures": {"student_temperature": 0.7, "teacher_temperature": 1.3},
+    "one micro-batch": {"max_tokens_per_microbatch": 100_000},
+    "tiles of two": {"loss_chunk_tokens": 2},
     "shuffled": {"methods": ["shuffled"]},
     "unprivileged": {"methods": ["unprivileged"]},
     "constant": {"methods": ["constant"]},
@@ -368,7 +370,13 @@ def some(of: list[tuple[str, ...]], count: int) -> list[tuple[str, ...]]:
     return pairs[:: len(pairs) // count][:count]
 
 
-FIRST = [("extrapolation", "anchor", "temperatures"), ("anchor", "prefix", "stored")]
+FIRST = [
+    ("extrapolation", "anchor", "temperatures"),
+    ("anchor", "prefix", "stored"),
+    ("contrast, bounded", "extrapolation below 1", "temperatures"),
+    ("contrast", "anchor, forward", "teachers weighted"),
+    ("anchor", "teacher_divergence", "one micro-batch"),
+]
 CASES = [*dict.fromkeys([*cases(), *FIRST])]
 MIXED = [names for names in CASES if MIXING & {*names}]
 SHORT = [*some(CASES, 13), *FIRST]
@@ -401,7 +409,8 @@ EFFECTS = [
 ]
 UNSEEN = {
     "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "certificate",
-    "eval_on_start", "eval_strategy", "teacher_prefix_cache_gb", "stored", "cross_tokenizer_missed",
+    "eval_on_start", "eval_strategy", "max_tokens_per_microbatch", "loss_chunk_tokens",
+    "teacher_prefix_cache_gb", "stored", "cross_tokenizer_missed",
 }  # fmt: skip
 """What has no effect on the loss of given completions by itself."""
 

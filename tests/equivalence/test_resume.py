@@ -64,6 +64,8 @@ def test_a_resumed_run_continues_a_stream_at_the_same_row(tmp_path, shards, step
     run = trainer(tmp_path / "whole", "full", save_strategy="steps", save_steps=1, **options)
     run.train()
     assert len(set(run.witness.weights)) == 6
+    passes = [[prompts for prompts, _ in run.witness.written[at : at + 2]] for at in (0, 2, 4)]
+    assert passes[0] != passes[1] != passes[2], "each pass has an order of its own"
     for step in steps:
         resumed = trainer(tmp_path / "resumed", "full", **{**options, "max_steps": 6 + step % 2})
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))

@@ -1,4 +1,4 @@
-"""Pairs of processes that fail before training, print help, or train under ZeRO-3; launched by one that is forked."""
+"""Pairs of processes that fail before training, or train under ZeRO-3; launched by one that is forked."""
 
 from __future__ import annotations
 
@@ -55,10 +55,7 @@ FAILURES: dict[str, Callable[[Path], Any]] = {
     "row": lambda folder: trainer(folder, train_dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": ""}] * 4)),
     "own script": in_a_script_of_ones_own,
     "one process": in_one_process_only,
-    "train.py, option": lambda folder: train.main(["--learning_rat", "1"]),
     "train.py, model": lambda folder: train.main(["--dataset_name", str(folder)]),
-    "trl-opsd train": lambda folder: app(["train", "--dataset_name", str(folder)], prog_name="trl-opsd"),
-    "train.py, help": lambda folder: train.main(["--help"]),
 }
 
 LAUNCHES: dict[str, Callable[[Path], Any]] = {

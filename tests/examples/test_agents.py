@@ -6,10 +6,8 @@ import random
 
 import agents
 import pytest
-from agents import LESSONS, TASKS, batches, encoded
+from agents import TASKS, encoded
 from house.world import House
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.chat_template_utils import is_chat_template_prefix_preserving, supports_tool_calling
 
 
 @pytest.mark.parametrize("kind", ["straight", "searched", "mistaken"])
@@ -46,17 +44,6 @@ def test_walks_end_well_and_fit(name, kind):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_straight_walk_cannot_be_known_from_the_question(name):
-    task, source = TASKS[name], random.Random(0)
-    level = task.world.LEVELS[-1]
-    straight, searched = (
-        [task.walk(row, kind, source) for row in task.world.rows(200, [level])] for kind in ("straight", "searched")
-    )
-    lengths = [sum(len(walk.is_advised) for walk in walks) for walks in (straight, searched)]
-    assert lengths[1] > 1.2 * lengths[0]
-
-
-@pytest.mark.parametrize("name", TASKS)
 def test_held_out_rows_are_others_and_levels_come_in_turn(name):
     world = TASKS[name].world
     (column,) = {"maze", "seed"} & set(world.rows(1).column_names)
@@ -83,17 +70,6 @@ def test_teacher_learns_to_continue_wrong_calls_not_begin_them():
             assert is_advised is not None or pieces[place + 1].startswith('{"name": "submit"')
             seen.add(is_advised)
     assert seen == {True, None, False}
-
-
-@pytest.mark.parametrize("name", ["sql", "house"])
-def test_a_model_is_made_with_templates_for_tools(name, tmp_path):
-    agents.make(TASKS[name], "student", tmp_path, steps=2)
-    words = AutoTokenizer.from_pretrained(tmp_path / "student")
-    assert supports_tool_calling(words)
-    assert is_chat_template_prefix_preserving(words)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "student").config.vocab_size == len(words)
-    told = words.decode(next(batches(TASKS[name], words, LESSONS["teacher"], 8, 0))["input_ids"][0])
-    assert {"sql": " are in ", "house": "The key is in the"}[name] in told
 
 
 def test_a_chest_is_opened_with_the_key_alone():

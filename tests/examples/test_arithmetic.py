@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-from arithmetic import ADDER, READER, STUDENT, SUBTRACTER, TEACHER, make_models
+from arithmetic import STUDENT, TEACHER, make_models
 from arithmetic.evaluate import MAX_COMPLETION, accuracy, answers
 from arithmetic.task import Problem, draw, is_right, prompts, prompts_with_answers, prompts_with_solutions, right
 from arithmetic.tokenizer import make_tokenizer
@@ -34,14 +31,6 @@ def shipped():
 )
 def test_worked_solutions_carry_and_borrow_correctly(problem, solution):
     assert problem.solution == solution
-
-
-def test_the_columns_of_worked_solutions_add_up():
-    for problem in draw(2000):
-        *columns, _ = problem.solution.replace(";", ",").split(",")
-        for column in columns:
-            terms, result = column.split("=")
-            assert sum(int(term) for term in terms.replace("-", "+-").split("+")) == int(result), problem
 
 
 @pytest.mark.parametrize(
@@ -75,11 +64,6 @@ def test_training_and_held_out_problems_are_disjoint():
     assert not any(problem.is_held_out for problem in train)
 
 
-def test_problems_are_distinct_and_reproducible():
-    assert len(set(draw(5_000))) == 5_000
-    assert draw(20) == draw(20) != draw(20, seed=1)
-
-
 def test_the_dataset_shows_answers_only_to_the_teacher():
     question = {"prompt": [{"role": "user", "content": "47+85="}]}
     assert prompts([SUM])[0] == question
@@ -96,47 +80,12 @@ def test_every_solution_survives_the_tokenizer_and_fits():
         assert tokenizer.pad_token_id not in ids, "a character is missing"
 
 
-def test_the_chat_template_ends_where_the_answer_begins():
-    words = make_tokenizer()
-    assert words.apply_chat_template(SUM.prompt, tokenize=False, add_generation_prompt=True) == (
-        "<|user|>47+85=<|end|><|assistant|>"
-    )
-    assert words.apply_chat_template(SUM.prompt + SUM.completion, tokenize=False) == (
-        "<|user|>47+85=<|end|><|assistant|>7+5=12,4+8+1=13;132<|end|>"
-    )
-    assert words.eos_token == "<|end|>"
-
-
-def test_shipped_student_is_a_third_of_a_small_teacher(shipped):
-    assert sum(file.stat().st_size for file in Path(TEACHER).iterdir()) <= 8e6
-    assert 3 * shipped["student"].num_parameters() <= shipped["teacher"].num_parameters()
-    assert list(Path(TEACHER).glob("*.safetensors"))
-    assert list(Path(STUDENT).glob("*.safetensors"))
-    assert shipped["teacher"].config.head_dim >= 32 if hasattr(shipped["teacher"].config, "head_dim") else True
-
-
-def test_the_shipped_tokenizers_match_the_source():
-    for path in (STUDENT, TEACHER, READER, ADDER, SUBTRACTER):
-        words = AutoTokenizer.from_pretrained(path)
-        assert words.get_vocab() == make_tokenizer().get_vocab()
-        assert words.chat_template == make_tokenizer().chat_template
-        assert words.padding_side == "left"
-
-
 def test_teacher_is_accurate_and_student_knows_only_the_format(shipped):
     words, problems = AutoTokenizer.from_pretrained(STUDENT), draw(200, held_out=True)
     assert accuracy(shipped["teacher"], words, problems) >= 0.9
     assert accuracy(shipped["student"], words, problems) <= 0.4
     written = words.batch_decode(answers(shipped["student"], words, problems), skip_special_tokens=True)
     assert sum(text.count(";") == 1 and "=" in text for text in written) >= 0.9 * len(problems)
-
-
-def test_measuring_accuracy_preserves_model_mode_and_random_state(shipped):
-    words, student = AutoTokenizer.from_pretrained(STUDENT), shipped["student"].train()
-    before = torch.get_rng_state()
-    accuracy(student, words, draw(4, held_out=True), temperature=1.0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert student.training
 
 
 @pytest.mark.long

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import compare_agents
 import pytest
 from agents import TASKS
-from compare_agents import CONTROLS, METHODS, Curve, Judge, Method, build, environment
+from compare_agents import METHODS, Curve, Judge, Method, build, environment
 from doors import DOORS
-from doors.world import LEVELS
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDTrainer
@@ -74,20 +71,3 @@ def test_only_on_policy_walks_have_closed_doors(name, tmp_path, monkeypatch):
     assert len(closed) > 8 if METHODS[name].is_on_policy else not closed
     if not METHODS[name].is_on_policy:
         assert all(walk.endswith("<|assistant|>out<|end|>") for walk in trainer.walks)
-
-
-@pytest.mark.long
-def test_the_comparison_writes_tables_and_a_picture(tmp_path, capsys):
-    names = ["on-policy, forward KL", "supervised, straight walks", "supervised, walks of a search"]
-    asked = ["--seeds", "0", "--tokens", "1", "--seconds", "1e-9", "--points", "1", "--held-out", "4"]
-    results = compare_agents.main(["doors", "--output", str(tmp_path), "--methods", *names, *asked])
-    assert [result["method"] for result in results] == names
-    assert all(len(result["points"]) == 2 and result["points"][1]["tokens"] > 0 for result in results)
-    assert len(list(tmp_path.glob("*.json"))) == 3
-    assert (tmp_path / "doors.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    assert printed.count("| on-policy, forward KL | ") == 4
-    again = compare_agents.main(["doors", "--output", str(tmp_path), "--methods", *names, *asked])
-    assert json.dumps(again) == json.dumps(results), "results are kept"
-    assert set(names) <= {*METHODS, *CONTROLS}
-    assert set(LEVELS) == {1, 2, 3, 4}

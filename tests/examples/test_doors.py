@@ -7,11 +7,8 @@ import re
 
 import pytest
 from agents import TASKS, encoded
-from doors import DOORS as FOLDER
 from doors.tokenizer import make_tokenizer
-from doors.world import DOORS, LEVELS, MOST_TOKENS, Doors, Maze, draw, of_mazes, right_door, try_door
-from transformers import AutoTokenizer
-from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
+from doors.world import LEVELS, Doors, Maze, draw, of_mazes, right_door
 
 TASK, MAZE = TASKS["doors"], Maze(number="0042", rooms=2)
 
@@ -33,22 +30,6 @@ def is_left(maze, calls):
     return world.get_reward()
 
 
-def test_each_door_opens_equally_often():
-    mazes = draw(3000, levels=[3])
-    counts = [0] * DOORS
-    for maze in mazes:
-        for room, right in enumerate(maze.doors, 1):
-            answers = [try_door(maze.number, room, door) for door in range(1, DOORS + 1)]
-            assert answers[right - 1] == f"open, room {room + 1}"
-            assert answers.count(f"closed, room {room}") == DOORS - 1
-            counts[right - 1] += 1
-    assert all(abs(count / 9000 - 1 / DOORS) < 0.02 for count in counts)
-    pairs = [tuple(maze.doors[:2]) for maze in mazes]
-    assert all(abs(pairs.count(pair) / 3000 - 1 / DOORS**2) < 0.03 for pair in set(pairs)), (
-        "rooms tell nothing of others"
-    )
-
-
 def test_training_and_held_out_mazes_are_disjoint_and_reproducible():
     train, held_out = draw(7500), [maze for rooms in LEVELS for maze in draw(500, [rooms], True)]
     assert not {maze.number for maze in train} & {maze.number for maze in held_out}
@@ -56,18 +37,6 @@ def test_training_and_held_out_mazes_are_disjoint_and_reproducible():
     assert draw(20) == draw(20) != draw(20, seed=1)
     with pytest.raises(ValueError, match="got 9999"):
         draw(9999)
-
-
-def test_straight_and_searching_walks_escape():
-    for maze, calls, _ in walked("straight"):
-        assert calls == list(enumerate(maze.doors, 1))
-        assert (is_left(maze, calls), is_left(maze, calls[:-1])) == (1, 0)
-    tried = 0
-    for maze, calls, _ in walked("searched"):
-        assert len(set(calls)) == len(calls) <= DOORS * maze.rooms
-        assert (is_left(maze, calls), is_left(maze, calls[:-1])) == (1, 0)
-        tried += len(calls)
-    assert tried / sum(maze.rooms for maze in draw(300)) == pytest.approx((DOORS + 1) / 2, abs=0.1)
 
 
 def test_only_right_calls_after_mistakes_are_labels():
@@ -102,40 +71,12 @@ def test_maze_is_left_by_opening_its_rooms_in_turn(calls, left):
     assert is_left(MAZE, calls) == left
 
 
-def test_doors_of_another_maze_lead_nowhere():
-    world = Doors()
-    world.reset("0042", 1)
-    world.try_door("0041", 1, right_door("0041", 1))
-    assert (world.get_reward(), world.room, world.calls) == (0.0, 1, 1)
-
-
 def test_only_the_teacher_reads_the_doors():
     (row,) = of_mazes([MAZE])
     assert row == {"prompt": [{"role": "user", "content": "maze 0042, 2 rooms"}], "maze": "0042", "rooms": 2}
     told = [{"role": "user", "content": "maze 0042, 2 rooms\n\ndoors 1 1"}]
     assert TASK.question(Doors(), row, is_told=True) == told
     assert TASK.question(Doors(), row, is_told=False) == row["prompt"]
-
-
-@pytest.mark.parametrize("name", [None, "student", "teacher", "guide"])
-def test_the_tokenizer_and_its_templates_read_what_they_write(name):
-    words = make_tokenizer() if name is None else AutoTokenizer.from_pretrained(FOLDER / name)
-    assert len(words) == 30
-    assert supports_tool_calling(words)
-    assert is_chat_template_prefix_preserving(words)
-    row = next(row for row in TASK.world.rows(8) if row["rooms"] == max(LEVELS))
-    walks = [TASK.walk(row, "searched", random.Random(seed), is_told=True) for seed in range(200)]
-    walk = max(walks, key=lambda walk: len(walk.messages)).messages
-    assert len(walk) == 2 + 2 * DOORS * max(LEVELS), "every door is tried"
-    text = words.apply_chat_template(walk, tokenize=False)
-    ids = words(text)["input_ids"]
-    assert words.decode(ids) == text
-    assert words.unk_token_id not in ids
-    asked = words.apply_chat_template(walk[:1], add_generation_prompt=True)["input_ids"]
-    assert len(ids) - len(asked) <= MOST_TOKENS
-    written = text.split("<|assistant|>")[1].partition("<|tool|>")[0]
-    message = parse_response(words, words(written)["input_ids"], prefix=asked, tools=[try_door])
-    assert message["tool_calls"] == walk[1]["tool_calls"]
 
 
 def test_labels_are_of_advised_calls_and_the_last_message():

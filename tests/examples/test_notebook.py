@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import venv
 from pathlib import Path
 
 import nbformat
@@ -56,45 +54,3 @@ def test_notebook_training_prints_rows_and_no_dict(run):
     assert "20 steps in " in printed
     assert "'loss'" not in printed
     assert "IProgress" not in printed
-
-
-INSTALLED = """
-import nbformat, sys
-from nbclient import NotebookClient
-notebook = nbformat.read(sys.argv[1], as_version=4)
-for cell in notebook.cells:
-    cell.source = cell.source.replace("STEPS = 200", "STEPS = 2").replace(cell_source(), repr(sys.argv[2]))
-NotebookClient(notebook, timeout=500, resources={"metadata": {"path": "."}}).execute()
-import trl_opsd
-assert "site-packages" in trl_opsd.__file__
-outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-print(*(output.data for output in outputs if "data" in output))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_notebook_installs_itself_where_there_is_nothing(tmp_path):
-    """In an empty folder and environment, from a clone that it makes, as on a hosted notebook; torch is there."""
-    venv.create(tmp_path / "env", with_pip=True)
-    python, repository = tmp_path / "env" / "bin" / "python", EXAMPLES.parent
-    pip = [python, "-m", "pip", "install", "-q"]
-    subprocess.run([*pip, "-r", repository / "requirements" / "torch.txt"], check=True)
-    subprocess.run([*pip, "ipykernel", "nbclient"], check=True)
-    where = f'"{SOURCE}"'
-    program = INSTALLED.replace("cell_source()", repr(where))
-    done = subprocess.run(
-        [python, "-I", "-c", program, EXAMPLES / "opsd_quickstart.ipynb", repository],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    assert (tmp_path / "trl_opsd" / "examples" / "out" / "notebook" / "report.html").is_file()
-    assert "<iframe srcdoc=" in done.stdout
-
-
-def test_notebook_is_stored_without_outputs():
-    code = [cell for cell in STORED.cells if cell.cell_type == "code"]
-    assert [(cell.outputs, cell.execution_count) for cell in code] == [([], None)] * len(code)
-    nbformat.validate(STORED)

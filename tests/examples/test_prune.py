@@ -8,7 +8,6 @@ import prune
 import pytest
 import torch
 import transformers
-from support import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SIZES = {
@@ -84,16 +83,6 @@ def test_pruned_model_loads_and_generates_with_cache_as_without(name, dropped, t
         assert pruned.get_output_embeddings().weight is pruned.get_input_embeddings().weight
 
 
-def test_pruned_layers_of_a_pattern_keep_their_kind(tmp_path):
-    model = family("gemma3_text")
-    assert model.config.layer_types == [SLIDING] * 5 + [FULL]
-    own = {name: one.clone() for name, one in model.named_parameters() if ".layers.5." in name}
-    pruned = prune.prune(model, [0, 3], tmp_path / "pruned", IDS)
-    assert pruned.config.layer_types == [SLIDING] * 3 + [FULL]
-    for name, one in own.items():
-        assert torch.equal(pruned.get_parameter(name.replace(".5.", ".3.")), one)
-
-
 def test_change_of_states_is_a_mean_over_all_tokens():
     model, texts = family("gpt2").double(), [IDS[:6], IDS]
     with torch.no_grad():
@@ -115,52 +104,6 @@ def test_layers_that_change_states_least_are_chosen():
     assert prune.chosen(model, [IDS], 1) == [1]
     assert prune.chosen(model, [IDS], 3) == [1, 3, 4]
     assert prune.chosen(model, [IDS], 2, block=True) == [3, 4]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("dropped", [[], [6], [-1], range(6)], ids=["none", "no such layer", "negative", "all"])
-def test_layers_to_drop_exist_and_leave_one(dropped, tmp_path):
-    with pytest.raises(ValueError, match=r"^Layers \[.*\] to drop, expected some of 0 to 5; one has to stay"):
-        prune.prune(family("gpt2"), dropped, tmp_path / "pruned", IDS)
-
-
-@pytest.mark.refusal
-def test_bad_number_of_layers_and_folder_are_refused(tmp_path):
-    for drop in (0, 6):
-        with pytest.raises(ValueError, match=f"^`drop` is {drop}, expected 1 to 5"):
-            prune.chosen(family("gpt2"), [IDS], drop)
-    with pytest.raises(ValueError, match=r"exists, expected a new folder\.$"):
-        prune.prune(family("gpt2"), [1], tmp_path, IDS)
-
-
-@pytest.mark.refusal
-def test_model_whose_layers_are_not_found_is_refused():
-    model = family("gpt2")
-    model.config.n_layer = 5
-    with pytest.raises(
-        ValueError, match=r"^GPT2LMHeadModel: lists of `num_hidden_layers`=5 modules are \[\], expected one"
-    ):
-        prune.layers_of(model)
-    model.config.n_layer, model.transformer.more = 6, torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(6))
-    with pytest.raises(ValueError, match=r"modules are \['transformer.h', 'transformer.more'\], expected one"):
-        prune.layers_of(model)
-
-
-@pytest.mark.refusal
-def test_layers_that_depend_on_their_number_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^GPT2LMHeadModel without layers \[1\] has logits up to .* the last ones\.$"):
-        prune.prune(family("gpt2", scale_attn_by_inverse_layer_idx=True), [1], tmp_path / "pruned", IDS)
-    assert not [*tmp_path.iterdir()]
-    prune.prune(family("gpt2", scale_attn_by_inverse_layer_idx=True), [4, 5], tmp_path / "pruned", IDS)
-
-
-@pytest.mark.refusal
-def test_quantised_model_is_refused(tmp_path):
-    model = tiny.qwen2(32)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    model.config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is quantised, expected whole weights: prune the original"):
-        prune.load(str(tmp_path))
 
 
 def test_script_prunes_a_folder_by_rows_of_a_training(tmp_path, capsys, disk):

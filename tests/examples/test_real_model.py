@@ -48,33 +48,9 @@ def test_the_teacher_reads_the_examples_as_turns_before_the_question():
     assert prompt[-1]["content"] == "What is snow?"
 
 
-def test_rows_ask_the_student_alone_and_tell_the_teacher():
-    asked = ["What is snow?", "What is the capital of France?"]
-    both, untold, told = (make("pirate", asked) for make in (distil.rows, distil.untold, distil.told))
-    assert both["prompt"] == untold["prompt"] == [[{"role": "user", "content": one}] for one in asked]
-    assert both["teacher_prompt"] == told["prompt"] == [RULES["pirate"].teacher_prompt(one) for one in asked]
-    assert "teacher_prompt" not in untold.column_names + told.column_names
-    assert both["known"] == [None, ["Paris"]]
-
-
 def test_answers_are_graded_by_rule_and_by_fact():
     said = [[{"role": "assistant", "content": text}] for text in ("Arr, it is Paris!", '{"answer": "paris"}', "Rome")]
     assert distil.follows(said, rule=["pirate", "pirate", "json"]) == [1.0, 0.0, 0.0]
     assert distil.follows(said, rule=["json", "json", "json"]) == [0.0, 1.0, 0.0]
     assert distil.knows(said, known=[["Paris"], ["Paris", "Lutetia"], None]) == [1.0, 1.0, None]
     assert distil.knows(said[2:], known=[["Paris"]]) == [0.0]
-
-
-def test_table_line_has_means_with_ranges_and_largest_memory():
-    def measured(follows, facts):
-        return {"follows": follows, "facts": facts, "other_rule_when_told": 0.5, "text_loss": 2.0}
-
-    start = {"before": measured(0.0, 0.75), "teacher": {"follows": 0.9, "facts": 0.25}}
-    runs = [
-        {"after": measured(follows, 0.5), "seconds": 100 * follows, "peak_gib": 2 + follows} for follows in (0.5, 1.0)
-    ]
-    assert distil.line("json", start, runs) == (
-        "| json | 0.000 | 0.750 (0.500 – 1.000) | 0.900 | 0.75 → 0.50; 0.25 | 0.50 → 0.50 | 2.00 → 2.00 "
-        "| 75 (50 – 100) | 3.0 |"
-    )
-    assert distil.line("json", start, runs).count("|") == len(distil.COLUMNS) + 1

@@ -119,19 +119,6 @@ def run(request, disk, tmp_path_factory):
     return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)
 
 
-def test_every_recipe_is_tested_and_documented():
-    assert set(NAMES) == set(COLUMNS)
-    for name in NAMES:
-        text = (RECIPES / f"{name}.yaml").read_text()
-        head = text.partition("\nmodel_name")[0].replace("\n", " ")
-        assert f"--config examples/recipes/{name}.yaml" in head
-        for column in ("prompt", *COLUMNS[name]):
-            assert f"`{column}`" in head
-        (launcher,) = re.findall(r"--config_file (\S+)", head)
-        assert (RECIPES.parents[1] / launcher).is_file()
-        assert re.search(r"arXiv \d{4}\.\d{5}|https://", head), "it has a source"
-
-
 def test_a_recipe_trains_with_its_own_options(run):
     trainer, options = run.trainer, run.options
     logged = [row for row in trainer.state.log_history if "loss" in row]

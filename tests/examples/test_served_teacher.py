@@ -40,10 +40,6 @@ def test_each_file_is_read_with_its_servers(file):
     assert config.teacher_model_init_kwargs == {}, "nothing about layers, which the server has loaded"
 
 
-def test_there_are_seven_files():
-    assert len(FILES) == 7
-
-
 # ---- With real servers: `make test-servers` --------------------------------------------------------------------------
 
 

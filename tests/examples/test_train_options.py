@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
@@ -96,106 +95,9 @@ def test_each_of_several_teachers_reads_its_own_rows(disk, options, tmp_path):
     assert logged["divergence/teacher/t0"] > 0.1
 
 
-@pytest.mark.quick
-def test_two_teacher_options_are_refused(models, disk, refused):
-    several = ["--teacher_models", json.dumps({"math": disk.teacher})]
-    data = ["--dataset_name", disk.data]
-    assert "There are two teachers" in refused(*models, *data, *several)
-    alone = ["--model_name_or_path", disk.student, "--teacher_model_kind", "base"]
-    assert "teacher_model_kind" in refused(*alone, *data, *several)
-
-
-def test_a_file_after_an_equals_sign_is_read(disk, options, config):
-    name, path = config(dataset_name=disk.data, learning_rate="1e-5", max_completion_length=4)
-    given = OptionParser().given([f"{name}={path}", *options])
-    assert (given.model.model_name_or_path, given.script.dataset_name) == (disk.student, disk.data)
-    assert given.config.learning_rate == 1e-4, "the command line overrides the file"
-
-
 @pytest.mark.parametrize("written", [1e-5, "1e-5"], ids=["a number", "what YAML reads as text"])
 def test_a_learning_rate_from_a_file_is_a_number(config, written):
     assert OptionParser().given(config(learning_rate=written)).config.learning_rate == 1e-5
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((), "No student: pass `--model_name_or_path`"),
-        (("teacher", "dataset"), "No student"),
-        (("student", "dataset"), "There is no teacher"),
-        (("student", "teacher"), "No dataset: pass `--dataset_name`"),
-    ],
-    ids=lambda given: " and ".join(given) or "nothing" if isinstance(given, tuple) else "",
-)
-def test_missing_model_or_dataset_is_named(disk, refused, given, message):
-    option = {"student": "model_name_or_path", "teacher": "teacher_model_name_or_path", "dataset": "dataset_name"}
-    path = {"student": disk.student, "teacher": disk.teacher, "dataset": disk.data}
-    arguments = [part for one in given for part in (f"--{option[one]}", path[one])]
-    assert re.match(message, refused(*arguments))
-
-
-COMMAND_LINE = {
-    "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat': did you mean 'learning_rate'?"),
-    "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat': did you mean 'learning_rate'?"),
-    "parts of several names": (["--vllm_port", "1"], "did you mean 'vllm_group_port' or 'vllm_server_port'?"),
-    "nothing near": (["--eos_tokens", "x"], "error: unknown option '--eos_tokens'\n"),
-    "TRL's old name": (["--teacher_revision", "x"], "did you mean 'teacher_model_revision'?"),
-    "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
-    "two": (["--qqq", "--modle_revision", "x"], "'--qqq'; unknown option '--modle_revision': did you mean 'model_r"),
-    "no option": (["stray"], "unexpected argument 'stray'"),
-    "wrong type": (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
-    "wrong choice": (["--teacher_dtype", "bf16"], "argument --teacher_dtype/--teacher-dtype: invalid choice: 'bf16'"),
-    "wrong task": (["--task", "arithmetix"], "argument --task: invalid choice: 'arithmetix'"),
-    "no file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: [Errno 2] No such file"),
-    "JSON in single quotes": (
-        ["--teacher_model_init_kwargs", "{'dtype': 1}"],
-        "enclosed in double quotes",
-    ),
-    "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a valid dictionary"),
-    "a split that is not there": (
-        ["--dataset_train_split", "train_"],
-        "`dataset_train_split='train_'`: expected a split of the dataset, 'train'.",
-    ),
-    "no split to evaluate on": (
-        ["--eval_strategy", "epoch"],
-        "`dataset_test_split='test'`: expected a split of the dataset, 'train'. It is needed because `eval_strategy`",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", COMMAND_LINE)
-def test_command_line_mistake_is_refused_with_the_nearest_name(models, disk, refused, case):
-    arguments, message = COMMAND_LINE[case]
-    assert message in refused(*models, "--dataset_name", disk.data, *arguments)
-
-
-FILE = {
-    "misspelt": ({"learning_rat": 1}, "unknown key 'learning_rat': did you mean 'learning_rate'?"),
-    "with dashes": ({"dataset-config": "x"}, "unknown key 'dataset-config': did you mean 'dataset_config'?"),
-    "nested": ({"training": {"seed": 1}}, "unknown key 'training'"),
-    "nested under an option": ({"seed": {"value": 1}}, "`seed={'value': 1}`: expected a valid integer"),
-    "wrong type": ({"max_steps": 2.5}, "`max_steps=2.5`: expected a valid integer"),
-}
-
-
-@pytest.mark.parametrize("case", FILE)
-def test_mistake_in_the_file_is_refused_with_nearest_name(config, refused, tmp_path, case):
-    given, message = FILE[case]
-    assert message in refused(*config(**given))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "expected a mapping of options to values, got NoneType"),
-        ("a: [1\nb: }", "expected ',' or ']', but got ':'"),
-    ],
-    ids=["empty", "not YAML"],
-)
-def test_file_that_is_no_mapping_is_refused(refused, tmp_path, text, message):
-    (tmp_path / "run.yaml").write_text(text)
-    assert message in refused("--config", str(tmp_path / "run.yaml"))
 
 
 def test_methods_of_file_and_command_line_get_their_settings(config):
@@ -304,8 +206,3 @@ def test_weights_under_adapters_are_half_precision_unless_dtype_is_set(models, d
     trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *adapter, *given])
     found = {(one.requires_grad, one.dtype) for one in trainer.model.parameters()}
     assert found == {(False, frozen), (True, torch.float32)}
-
-
-def test_rate_too_small_for_a_bfloat16_student_warns(models, disk, options):
-    with pytest.warns(UserWarning, match="98% of the student's trainable weights would not change .*`dtype='float32'`"):
-        train.main([*models, "--dataset_name", disk.data, *options, "--dtype", "auto", "--learning_rate", "1e-6"])

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import re
 import threading
 import time
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from datasets import IterableDataset
-from environments import worlds
 from support import tiny
 from support.rollouts import Apart
 from test_overlap import recorded
 from transformers import TrainerCallback
-from trl.chat_template_utils import qwen3_chat_template
 
-from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd import OPSDTrainer
 
 STEPS = 4
 
@@ -153,30 +149,6 @@ def test_rows_written_ahead_are_dropped_when_training_fails(make_trainer):
     assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
 
 
-def test_error_in_a_row_read_ahead_names_its_step(make_trainer):
-    dataset, answers = recorded(8 * STEPS)
-    rows = [dict(row) for row in dataset]
-
-    def prompts():  # rows of a stream, which nothing can look through before
-        for number, row in enumerate(rows):
-            yield {"prompt": 5 if number == 19 else row["prompt"]}
-
-    trainer = make_trainer(
-        train_dataset=IterableDataset.from_generator(prompts),
-        rollout=Noted(answers),
-        max_completion_length=120,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        shuffle_dataset=False,
-        overlap="ahead",
-    )
-    with pytest.raises((TypeError, ValueError), match=r"row 3 of the batch of step 3"):
-        trainer.train()
-    assert trainer.state.global_step == 1, "while the second step is being learned"
-    assert trainer.teaching.steps_ahead == 0
-
-
 class Interrupts(TrainerCallback):
     """Asks for completions of its own while rows are written ahead."""
 
@@ -206,39 +178,3 @@ def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_train
     assert events[:asked].count("closed") == 2, "those of the second step and of the third"
     assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
     assert torch.equal(tiny.weights(trainer), tiny.weights(quiet))
-
-
-def calling_tools():
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = qwen3_chat_template
-    return tokenizer
-
-
-def own_complete(make_trainer):
-    class Own(OPSDTrainer):
-        def complete(self, prompt_ids):
-            return super().complete(prompt_ids)
-
-    return built(make_trainer, Own, overlap="ahead")
-
-
-REFUSED = {
-    "transformers": (
-        lambda make: make(overlap="ahead", rollout=HFRollout()),
-        "HFRollout generates in the trainer's process",
-    ),
-    "tools": (
-        lambda make: make(
-            **{**worlds.given(None, None), "rollout": Apart({}), "overlap": "ahead", "tools": [tiny.add]},
-        ),
-        "`tools`",
-    ),
-    "complete": (own_complete, "`Own.complete`"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_ahead_refuses_local_rollout_tools_and_own_complete(make_trainer, what):
-    make, said = REFUSED[what]
-    with pytest.raises(ValueError, match=re.escape(said)):
-        make(make_trainer)

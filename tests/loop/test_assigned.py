@@ -20,18 +20,6 @@ def test_what_a_trainer_was_built_with_is_final(make_trainer, name):
     assert getattr(trainer, name) is before
 
 
-def test_a_subclass_may_keep_options_under_their_names(make_trainer):
-    class Mine(OPSDTrainer):
-        output_dir: str | None = None
-
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.seed, self.output_dir = self.args.seed, "elsewhere"
-
-    trainer = make_trainer(Mine)
-    assert (trainer.seed, trainer.output_dir) == (42, "elsewhere")
-
-
 # ---- What writes ----------------------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,15 @@ def test_outlier_steps_are_no_sign_of_collapse(noise):
 
 
 @pytest.mark.quick
+def test_only_the_last_steps_are_compared_with_the_first():
+    course = followed(*[replace(START, divergence=1.9)] * 3)
+    assert course.signs() == ["divergence"]
+    for _ in range(COMPARED_STEPS):
+        course.add(START)
+    assert course.signs() == []
+
+
+@pytest.mark.quick
 def test_guard_continues_after_round_trip_through_json():
     draw = random.Random(0)
     steps = [replace(START, divergence=draw.random(), length=draw.random() * 100) for _ in range(35)]
@@ -138,11 +147,6 @@ def test_collapsing_run_warns_once_and_continues(trained, caplog):
     assert caplog.text.count(SIGN) == 1
 
 
-def test_no_collapse_warning_without_guard(make_trainer, caplog):
-    make_trainer(**{**COLLAPSES, "max_steps": 20}, collapse_guard=None).train()
-    assert "collapse" not in caplog.text
-
-
 def test_resumed_run_compares_with_start_of_first_run(make_trainer, tmp_path, caplog):
     given = {**COLLAPSES, "save_strategy": "steps", "save_steps": 15}
     make_trainer(**{**given, "max_steps": 15}).train()
@@ -151,9 +155,3 @@ def test_resumed_run_compares_with_start_of_first_run(make_trainer, tmp_path, ca
     resumed.train(resume_from_checkpoint=str(Path(tmp_path) / "checkpoint-15"))
     assert resumed.state.global_step == 22
     assert caplog.text.count(SIGN) == 1
-
-
-def test_healthy_run_has_no_sign(trained, caplog):
-    trainer = trained(max_steps=22, learning_rate=1e-3, logging_steps=22)
-    assert trainer.state.global_step == 22
-    assert "collapse" not in caplog.text

@@ -224,18 +224,6 @@ def test_packing_refuses_models_whose_rows_leak(make_trainer, role):
         make_trainer(**models, padding_free=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
-        ({"max_tokens_per_microbatch": 9, "optim": "lomo"}, "steps in each backward pass"),
-    ],
-)
-def test_contradictory_batching_options_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny.config(tmp_path, **options)
-
-
 class UserLoader(OPSDTrainer):
     def get_train_dataloader(self):
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=list)
@@ -312,16 +300,3 @@ def test_token_budget_counts_padding_to_a_multiple(make_trainer):
     trainer.train()
     longest = max(len(prompt) + len(answer) for prompt, answer in rollout._completions.items())
     assert counted.largest <= max(200, longest + 31)
-
-
-def test_rows_are_padded_to_pad_to_multiple_of(make_trainer):
-    rows, rollout = ragged(8)
-    trainer = make_trainer(
-        train_dataset=rows, rollout=rollout, max_completion_length=120, pad_to_multiple_of=32, max_steps=1
-    )
-    widths = []
-    for model in (trainer.model, trainer.teacher_model):
-        model.get_input_embeddings().register_forward_hook(lambda _, ids, __: widths.append(ids[0].size(1)))
-    trainer.train()
-    assert len(widths) >= 2
-    assert [width % 32 for width in widths] == [0] * len(widths)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny, tool_calls
+from support import tiny
 from support.parity import TOLERANCE, Replaying
 from trl import DistillationConfig, DistillationTrainer
 
@@ -98,30 +98,3 @@ def test_attributes_read_for_each_batch_can_be_assigned(make_trainer, late):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(built.state.log_history[0]["loss"], abs=TOLERANCE)
     if late == "pad_to_multiple_of":
         assert trainer.score([{"prompt": "a"}]).rollout.prompt_ids.shape == (1, 64)
-
-
-def test_use_vllm_is_hidden_from_trls_tool_loop_only(make_trainer):
-    seen = []
-
-    class Asking(OPSDTrainer):
-        def complete(self, prompt_ids):
-            seen.append(self.use_vllm)
-            return super().complete(prompt_ids)
-
-    rows = tiny.rows(2).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    trainer = make_trainer(
-        Asking,
-        model=tiny.qwen2(max_position_embeddings=4096),
-        teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=4096),
-        train_dataset=rows,
-        processing_class=tool_calls.words(),
-        rollout=tool_calls.CallsOnce(),
-        tools=[tiny.add],
-        max_completion_length=400,
-        max_steps=1,
-    )
-    trainer.args.use_vllm = True
-    trainer.train()
-    assert len(seen) > 1, "the tool was called"
-    assert set(seen) == {True}
-    assert trainer.use_vllm is True

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from peft import LoraConfig
 from support import faults, tiny
 
@@ -161,22 +159,3 @@ class TestScaledLoss:
 )
 def test_deepspeed_settings_that_skip_the_gradient_check_are_found(config, blind):
     assert settings_without_gradient_check(config) == blind
-
-
-def test_deepspeed_checks_gradients_by_default():
-    assert DeepSpeedZeroConfig(stage=2).compute_grad_norm is True
-    assert DeepSpeedBF16Config().check_grad_overflow is True
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_losses_are_read_early_only_where_steps_are_skipped(trained, nonfinite):
-    class Noting(OPSDTrainer):
-        filters = None
-
-        def training_step(self, *given):
-            self.filters = self.args.logging_nan_inf_filter
-            return super().training_step(*given)
-
-    trainer = trained(Noting, nonfinite=nonfinite, max_steps=1)
-    assert trainer.filters is (nonfinite == "skip")
-    assert trainer.args.logging_nan_inf_filter is True

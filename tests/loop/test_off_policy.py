@@ -13,6 +13,7 @@ from support import tiny
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.loop.generation import Generation
+from trl_opsd.types.loss import columns
 
 WORDS = tiny.tokenizer()
 GIVEN = [f"the {number}th" for number in range(8)]
@@ -78,18 +79,31 @@ def test_lmbda_0_equals_a_rollout_that_replays_the_dataset(trained):
     assert not torch.equal(found, tiny.weights(trained(lmbda=1.0, rollout=HFRollout())))
 
 
+class Comparing(Recording):
+    """Keeps weight and divergence of each completion, too."""
+
+    def compare(self, student, rollout, targets, num_items):
+        parts = super().compare(student, rollout, targets, num_items)
+        if self.model.training:
+            sums = columns(parts.rows, "weight", "divergence").tolist()
+            self.learned = [*getattr(self, "learned", ()), *zip(rollout.completion_lists(), sums, strict=True)]
+        return parts
+
+
 def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(trained):
-    trainer = trained(lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8, max_completion_length=8)
+    trainer = trained(cls=Comparing, lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8, max_completion_length=8)
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
     assert 8 <= sum(given) <= 24, "of 32"
+    assert len({tuple(given[at : at + 4]) for at in range(0, 32, 4)}) > 2, "other places in each step"
     assert len(trainer.asked) == 32 - sum(given), "the student writes no row that the dataset has"
     logs = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["off_policy/share"] for row in logs] == [sum(given[at : at + 4]) / 4 for at in range(0, 32, 4)]
-    both = [row for row in logs if 0 < row["off_policy/share"] < 1]
-    assert both
-    for row in both:
-        ends = sorted((row["off_policy/divergence"], row["on_policy/divergence"]))
-        assert ends[0] < row["divergence/mean"] < ends[1]
+    for step, row in enumerate(logs):
+        for name, is_given in (("off_policy", True), ("on_policy", False)):
+            learned = trainer.learned[4 * step : 4 * step + 4]
+            sums = [one for ids, one in learned if (WORDS.decode(ids[:-1]) in GIVEN) == is_given]
+            mean = sum(divergence for _, divergence in sums) / sum(weight for weight, _ in sums) if sums else None
+            assert row.get(f"{name}/divergence") == (mean and pytest.approx(mean, rel=1e-5))
     before = len(trainer.asked)
     assert not [name for name in trainer.evaluate() if "policy" in name]
     assert len(trainer.asked) == before + 4, "an evaluation is of the student"

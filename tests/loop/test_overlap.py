@@ -6,11 +6,11 @@ import collections
 import math
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from controls import Constant
 from datasets import Dataset
 from peft import LoraConfig
 from support import tiny
@@ -18,7 +18,7 @@ from support.rollouts import Apart
 from test_dealing import ragged
 from transformers import TrainerCallback
 
-from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
+from trl_opsd import FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd._compat.versions import set_known
 from trl_opsd.loop import batch
@@ -399,6 +399,17 @@ def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch,
     assert len(offered) == (overlap is None)
 
 
+def test_a_process_without_rows_left_repeats_one_without_weight(make_trainer):
+    trainer = fast(make_trainer)
+    overlap, rows = trainer._overlap, trainer._batches.begin(list(trainer.train_dataset)[:2])
+    prompt_ids = trainer.prompt_ids_of(rows)
+    waiting = overlap._waiting(prompt_ids)
+    with closing(overlap._begun(prompt_ids)) as prefetched:
+        last, surplus = (overlap._next(waiting, prefetched, prompt_ids, rows) for _ in range(2))
+    assert (len(last.rows), len(surplus.rows)) == (2, 1)
+    assert last.rollout.weights.sum() > surplus.rollout.weights.sum() == 0
+
+
 def test_evaluation_does_not_stream_rows(make_trainer):
     """Else it would take the seeds of the training's rows, and a resumed run would write others."""
     teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
@@ -489,29 +500,6 @@ def test_a_step_that_is_stopped_within_is_none(make_trainer, what, overlap):
 # ---- What cannot overlap ---------------------------------------------------------------------------------------------
 
 
-class Completes(OPSDTrainer):
-    def complete(self, prompt_ids):
-        return super().complete(prompt_ids)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"overlap": "steps"}, "overlap"),
-        ({"overlap": "step", "optim": "adalomo"}, "steps in each backward pass"),
-        ({"max_tokens_per_microbatch": 9, "optim": "galore_adamw_layerwise"}, "steps in each backward pass"),
-        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "the engine sleeps"),
-        (
-            {"overlap": "step", "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
-            "the engine sleeps",
-        ),
-    ],
-)
-def test_options_that_cannot_overlap_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny.config(tmp_path, **options)
-
-
 @pytest.mark.parametrize(
     ("config", "setting"),
     [
@@ -530,26 +518,6 @@ def test_options_that_cannot_overlap_are_refused(tmp_path, options, message):
 )
 def test_deepspeed_settings_without_a_mendable_gradient_are_found(config, setting):
     assert setting_without_loss_scale(config) == setting
-
-
-@pytest.mark.parametrize(
-    ("cls", "rollout", "message"),
-    [
-        (OPSDTrainer, None, "FixedRollout generates in the trainer's process"),
-        (Completes, Apart, "`Completes.complete` returns only after all rows are generated"),
-    ],
-)
-def test_overlap_without_effect_warns_and_trains_as_without(make_trainer, caplog, cls, rollout, message):
-    recorded = tiny.recorded(tiny.tokenizer())
-    expected = fast(make_trainer, overlap=None)
-    expected.train()
-    caplog.clear()
-    trainer = fast(make_trainer, cls, (rollout or FixedRollout)(recorded))
-    said = [record.message for record in caplog.records if "`overlap='step'` has no effect" in record.message]
-    assert len(said) == 1
-    assert message in said[0]
-    trainer.train()
-    assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
 
 
 # ---- Which rows are read together ------------------------------------------------------------------------------------
@@ -595,23 +563,3 @@ def test_budget_reads_arrived_rows_at_once_unless_in_order():
     assert packed.take() == [1, 0, 2]
     assert padded.take() == [1], "8 of 12 tokens"
     assert padded.shortest() == 2
-
-
-def test_a_control_by_a_constant_trains_rows_as_they_come(make_trainer):
-    """What is not the teacher's reaches a row on every path."""
-    waits, comes = (
-        fast(make_trainer, overlap=overlap, methods=[Constant()], divergence=None) for overlap in (None, "step")
-    )
-    for one in (waits, comes):
-        one.train()
-    assert tiny.logged(comes, "loss") == pytest.approx(tiny.logged(waits, "loss"), rel=1e-5)
-    assert min(map(abs, tiny.logged(waits, "loss"))) > 0
-
-
-def test_completions_that_repeat_their_prompts_warn_under_overlap_too(make_trainer, caplog):
-    class Repeating(Apart):
-        def complete(self, prompt_ids, step):
-            return [[*ids, 7, 8] for ids in prompt_ids]
-
-    fast(make_trainer, rollout=Repeating(tiny.recorded(tiny.tokenizer())), max_steps=1).train()
-    assert caplog.text.count("starts with its whole prompt") == 1

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from support import tiny
 from test_off_policy import OPTIONS, Recording
 
-from trl_opsd import HFRollout, Teacher
+from trl_opsd import HFRollout
 
 WORDS = tiny.tokenizer()
 LENGTH = 6
@@ -85,12 +85,6 @@ def test_each_of_several_teachers_writes_its_rows(trained):
         assert completion == greedy(teachers[row["teacher"]], prompt)
 
 
-def test_plain_generate_warns_for_student_and_teacher(make_trainer, caplog):
-    slow = {**GREEDY, "generation_kwargs": {"use_cache": False}}
-    make_trainer(**slow, lmbda=0.5).train()
-    assert [caplog.text.count(f"Completions of the {who} use plain") for who in ("student", "teacher")] == [1, 1]
-
-
 def test_a_resumed_run_has_the_same_samples(make_trainer, trained, tmp_path):
     sampled = {
         **OPTIONS,
@@ -109,71 +103,3 @@ def test_a_resumed_run_has_the_same_samples(make_trainer, trained, tmp_path):
         make_trainer(
             **{**sampled, "seq_kd": False}, train_dataset=tiny.rows().add_column("completion", ["a"] * 8)
         ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def test_generation_config_of_the_teacher_is_followed_with_a_warning(make_trainer, caplog):
-    teacher = tiny.qwen2(48, seed=1)
-    first = {tuple(prompt): greedy(teacher, prompt)[0] for prompt in WORDS(tiny.PROMPTS)["input_ids"]}
-    teacher.generation_config.suppress_tokens = sorted(set(first.values()))
-    teacher.generation_config.eos_token_id = [WORDS.eos_token_id, 9]
-    trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_model=teacher)
-    ends = WORDS.eos_token_id
-    said = f"ends with {sorted([ends, 9])}, the student with [{ends}], so its completions continue after [9]"
-    assert said in caplog.text
-    assert f"`generation_kwargs={{'eos_token_id': {sorted([ends, 9])}}}`" in caplog.text
-    trainer.train()
-    assert all(not set(ids) & set(first.values()) for *_, ids in trainer.taught)
-
-
-def test_errors_of_a_writing_teacher_name_it(make_trainer):
-    trainer = make_trainer(**GREEDY, lmbda=0.0)
-    with torch.no_grad():
-        trainer.teacher_model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match=r"^The logits of the teacher for token 1 of row 0 are NaN"):
-        trainer.train()
-    broken = tiny.qwen2(48, seed=1)
-    broken.generation_config.stop_strings = ["x"]
-    with pytest.raises(ValueError, match=r"^`model\.generation_config\.stop_strings` of the teacher is"):
-        make_trainer(**GREEDY, lmbda=0.0, teacher_model=broken)
-
-
-class Scorer(Teacher):
-    """Reads, and is no model."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    head = property(lambda self: self.inner.head)
-    context = property(lambda self: self.inner.context)
-
-    def targets(self, rollout):
-        return self.inner.targets(rollout)
-
-
-REFUSED = [
-    ({"lmbda": 1.0}, "`seq_kd=True` with `lmbda=1.0`: .* set `lmbda=0.5`"),
-    ({"teacher_offload": "stream"}, "`seq_kd=True` with `teacher_offload='stream'`: .* its whole weights in each"),
-    ({"teacher_server_url": "http://127.0.0.1:1"}, "`seq_kd=True` with `teacher_server_url`"),
-    *(
-        (
-            {"use_vllm": True, "generation_kwargs": {name: value}},
-            rf"{{'{name}': {value!r}}}`",
-        )
-        for name, value in [("min_tokens", 3), ("stop", "x"), ("stop_strings", "x")]
-    ),
-    ({"teacher_prompt_fn": lambda row, text: text}, "`teacher_prompt_fn` with `seq_kd=True`: .* 'teacher_prompt'"),
-]
-
-
-@pytest.mark.before_loading
-@pytest.mark.quick
-@pytest.mark.parametrize(("options", "words"), REFUSED)
-def test_seq_kd_refuses_conflicting_options_before_loading(make_trainer, options, words):
-    with pytest.raises(ValueError, match=words):
-        make_trainer(**{**GREEDY, "lmbda": 0.5, **options})
-
-
-def test_seq_kd_refuses_a_teacher_that_is_no_model(make_trainer):
-    teacher = make_trainer().teacher
-    with pytest.raises(ValueError, match="The teacher, a Scorer, cannot generate completions"):
-        make_trainer(**GREEDY, lmbda=0.5, teacher_model=Scorer(teacher))

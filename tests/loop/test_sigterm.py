@@ -92,17 +92,3 @@ def test_signal_handler_is_restored_after_failure(make_trainer):
     with pytest.raises(RuntimeError, match="enough"):
         run.train()
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_without_jit_checkpoints_sigterm_is_not_handled(make_trainer, tmp_path):
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
-    try:
-        run = make_trainer()
-        run.add_callback(Signalled(run, "gradient"))
-        run.train()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert heard == [True]
-    assert run.state.global_step == AT == run.args.max_steps
-    assert saved_steps(tmp_path) == set()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from peft import LoraConfig
 from support import tiny
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from trl_opsd import HFRollout
 
@@ -70,25 +66,6 @@ def test_student_with_a_leftover_adapter_is_refused_until_unloaded(make_trainer,
     anew = build(student, lora())
     anew.train()
     assert tiny.logged(anew, "loss") == tiny.logged(trainer, "loss")
-
-
-def test_teacher_with_a_leftover_adapter_warns(make_trainer, caplog):
-    model = tiny.qwen2(48, seed=1)
-    first = make_trainer(model=model, peft_config=lora())
-    make_trainer(teacher_model=model)
-    assert caplog.text.count("still contains the adapter of an earlier trainer and teaches with it") == 1
-    make_trainer(teacher_model=first.model)
-    assert caplog.text.count("and teaches with it") == 1, "a PeftModel is what it looks like"
-
-
-def test_student_with_its_own_adapter_is_accepted(make_trainer):
-    if Version(peft.__version__) < Version(MIN_PEFT_VERSION):
-        pytest.skip(
-            f"transformers {transformers.__version__} puts adapters into models with peft {MIN_PEFT_VERSION} on"
-        )
-    student = tiny.qwen2()
-    student.add_adapter(lora())
-    make_trainer(model=student, max_steps=1).train()
 
 
 def test_trainers_repeat_each_other_unless_random_numbers_are_drawn_between(make_trainer):

@@ -13,27 +13,6 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.loop.overrides import _OF_BATCHES
 
 
-class Free(OPSDTrainer):
-    def weigh(self, rollout, *others):
-        return super().weigh(rollout, *others)
-
-    def weights_of(self):
-        return None
-
-    def completed(self):
-        return None
-
-    def teacher_says(self):
-        return None
-
-    def compare(self, *given):
-        [self._log_metric("mine", one) for one in (1.0, 2.0)]
-        return super().compare(*given)
-
-    def _log_metric(self, name, value):
-        self.record(name, value)
-
-
 @pytest.mark.before_loading
 @pytest.mark.parametrize("name", _OF_BATCHES)
 def test_overrides_of_what_makes_a_batch_are_refused_before_loading(make_trainer, name):
@@ -41,21 +20,6 @@ def test_overrides_of_what_makes_a_batch_are_refused_before_loading(make_trainer
     mine = type("Mine", (OPSDTrainer,), {name: lambda self, *given: None})
     with pytest.raises(TypeError, match=f"`Mine.{name}` makes batches in TRL, not here: override one of complete, "):
         make_trainer(mine)
-
-
-def test_own_methods_are_free(trained):
-    trainer = trained(Free, max_steps=1)
-    assert trainer.state.log_history[0]["mine"] == 1.5, "a name of TRL's that the subclass calls itself"
-
-
-def test_a_tensor_is_recorded_as_a_number(trained):
-    class Recording(OPSDTrainer):
-        def weigh(self, rollout, rows, targets):
-            self.record("mine", rollout.weights.mean())
-            return rollout.weights
-
-    trainer = trained(Recording, max_steps=1, logging_steps=1)
-    assert isinstance(trainer.state.log_history[0]["mine"], float)
 
 
 @pytest.mark.parametrize("name", ["loss", "divergence/mean", "learning_rate", "time/complete"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -187,43 +186,17 @@ def test_one_teacher_is_as_tokens(make_trainer):
     assert tiny.logged(alike, "loss") == tiny.logged(plain, "loss")
 
 
-OTHERS = "the teachers are ['idle', 'math', 'prose']: expected one number for each of these"
-SOME = [{"math": one, "prose": 1} for one in (0, -1, math.inf, math.nan, None)]
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"loss_aggregation": "row"}, "`Aggregation(by='row')`: expected 'rows' or 'teachers'"),
-    ({"overlap": "step"}, "`overlap='step'` with `Aggregation`, which needs all completions of a step at once"),
-    *(({"teacher_weights": one}, "`Aggregation(weights=") for one in (*SOME, [1, 2], "math", 2, {1: 1.0})),
-    *(({"teacher_weights": one}, OTHERS) for one in ({}, {"math": 1, "prose": 1}, {**WEIGHTS, "maths": 1})),
+WRONG = [{"math": one, "prose": 1} for one in (0, -1, math.inf, math.nan, None)]
+WRONG += [[1, 2], "math", {1: 1.0}, {}, {"math": 1, "prose": 1}, {**WEIGHTS, "maths": 1}]
+REFUSED = [
+    ("Aggregation.by=", {"loss_aggregation": "row"}),
+    ("overlap", {"overlap": "step"}),
+    *(("Aggregation.weights=", {"teacher_weights": one}) for one in WRONG),
 ]
 MODELS = cache(models)
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_values_that_mean_nothing_are_refused(tmp_path, given, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+@pytest.mark.parametrize(("named", "given"), REFUSED)
+def test_values_that_mean_nothing_are_refused(tmp_path, named, given):
+    with pytest.raises(ValueError, match=named):
         trainer_of(tmp_path, "teachers", of=MODELS(), **given)
-
-
-@pytest.mark.long
-def test_another_aggregation_is_refused_on_resume(tmp_path):
-    given = {"save_strategy": "steps", "save_steps": 1}
-    trainer_of(tmp_path, "teachers", **given).train()
-    trainer_of(tmp_path, "teachers", max_steps=2, **given).train(resume_from_checkpoint=True)
-    for name in ("rows", "weighted teachers"):
-        with pytest.raises(ValueError, match="methods: "):
-            trainer_of(tmp_path, name, max_steps=3, **given).train(resume_from_checkpoint=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", AGGREGATIONS)
-def test_teacher_of_short_answers_has_its_share(tmp_path, name):
-    """Of answers ten times shorter, in each step of a training."""
-    ids = [list(range(10, 13 if one == "math" else 40)) for one in TEACHERS]
-    trainer = trainer_of(
-        tmp_path, name, ids=ids, max_steps=30, optim="adamw_torch", learning_rate=3e-3, logging_steps=2
-    )
-    trainer.train()
-    share = {"tokens": 1 / 11, "rows": 1 / 2, "teachers": 1 / 2, "weighted teachers": 3 / 4}[name]
-    assert tiny.logged(trainer, "loss_share/teacher/math")[:15] == pytest.approx([share] * 15, rel=1e-5)
-    assert {*tiny.logged(trainer, "tokens/teacher/math"), *tiny.logged(trainer, "tokens/teacher/prose")} == {12, 120}
-    print(name, *(tiny.logged(trainer, f"divergence/teacher/{one}")[:15:14] for one in ("math", "prose")))

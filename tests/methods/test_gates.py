@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from controls import Constant, Shuffled, Unprivileged
+from controls import Shuffled, Unprivileged
 from datasets import Dataset
 from support import tiny
 from support.rollouts import Numbered
@@ -142,6 +142,19 @@ def test_teacher_reads_another_success_or_the_row_is_masked(trained):
     assert log(told)["gate/mean"] == 1
 
 
+def test_groups_of_an_evaluation_are_its_own(trained):
+    class Reading(Keeping):
+        def teach(self, rollout, rows):
+            self.groups = [len(row.outcome.group) for row in rows]
+            return super().teach(rollout, rows)
+
+    given = {"teacher_context": "group_success", "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    found = trained(Reading, eval_dataset=tiny.rows(2), **given)
+    assert found.groups == [4] * 8
+    found.evaluate()
+    assert found.groups == [2] * 4
+
+
 def test_a_solution_that_does_not_fit_is_not_shown(trained):
     given = {
         "teacher_context": "group_success",
@@ -179,12 +192,6 @@ def test_marks_of_thoughts_are_kept_where_they_are_special_tokens(marks):
     assert text.replace(" ", "") == "[THINK]so[/THINK]4"
 
 
-def test_what_was_thought_is_not_shown():
-    group = (("<think>so\nmuch</think> 4", 1.0), ("<think>only</think>", 1.0), ("5", 0.0), ("6", None))
-    assert Outcome(0.0, 2, group).success(1.0) == "4"
-    assert Outcome(1.0, 0, group).success(1.0) is None
-
-
 def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
     read = []
 
@@ -201,28 +208,6 @@ def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
 # ---- Controls --------------------------------------------------------------------------------------------------------
 
 
-def test_controls_take_the_teachers_part_away(trained):
-    data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
-    prompts = {}
-    for control in (None, Shuffled, Unprivileged):
-
-        class Reading(OPSDTrainer):
-            def teach(self, rollout, rows):
-                for_teachers = self.teaching._for_teachers(rollout, rows)[0]
-                prompts[control] = WORDS.batch_decode(for_teachers.prompt_lists())  # noqa: B023
-                return super().teach(rollout, rows)
-
-        given = {"num_generations": 2, "per_device_train_batch_size": 6}
-        given["methods"] = [control()] if control else []
-        trained(Reading, train_dataset=data, reward_funcs=None, **given)
-    own = [f"hint {row}\n\n{tiny.PROMPTS[row]}" for row in (0, 0, 1, 1, 2, 2)]
-    assert prompts == {
-        None: own,
-        Shuffled: [*own[2:], *own[:2]],
-        Unprivileged: [tiny.PROMPTS[row] for row in (0, 0, 1, 1, 2, 2)],
-    }
-
-
 def test_an_evaluation_has_the_teacher_that_a_control_replaces(trained):
     """Also of a single row, which cannot be shuffled."""
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
@@ -232,43 +217,3 @@ def test_an_evaluation_has_the_teacher_that_a_control_replaces(trained):
         for methods in ([], [Shuffled()], [Unprivileged()])
     ]
     assert found == pytest.approx([found[0]] * 3, abs=1e-6)
-
-
-def test_constant_control_only_pushes_the_least_likely_fifth_down(trained):
-    student = tiny.qwen2(32, seed=0).double()
-    given = {"methods": [Constant()], "divergence": None, "reward_funcs": None, "num_generations": 1}
-    found = trained(**given)
-    losses, kept = [], 0
-    for prompt in tiny.PROMPTS:
-        ids, written = WORDS(prompt)["input_ids"], WORDS("0<|im_end|>")["input_ids"]
-        logits = student(torch.tensor([ids + written])).logits[0, len(ids) - 1 : -1]
-        mine = logits.log_softmax(-1).gather(-1, torch.tensor(written)[:, None]).squeeze(-1)
-        losses.append(0.5 * mine.min())  # of two tokens, one
-        kept += 1
-    loss = torch.stack(losses).sum() / kept
-    loss.backward()
-    with torch.no_grad():
-        for one in student.parameters():
-            one.sub_(one.grad, alpha=1e-2)
-    assert log(found)["loss"] == pytest.approx(float(loss), abs=1e-5)
-    assert log(found)["divergence/mean"] == 0
-    for mine, other in zip(found.model.parameters(), student.parameters(), strict=True):
-        torch.testing.assert_close(mine.double(), other, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("criterion", ["teacher_confidence", "student_surprise"])
-def test_tokens_are_selected_by_certainty_or_surprise(trained, criterion):
-    student, teacher = tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)
-    given = {"reward_funcs": None, "num_generations": 1, "token_selection": criterion, "token_fraction": 0.5}
-    found = trained(**given)
-    total, kept = 0.0, 0
-    for prompt in tiny.PROMPTS:
-        ids, written = WORDS(prompt)["input_ids"], WORDS("0<|im_end|>")["input_ids"]
-        both = [model(torch.tensor([ids + written])).logits[0, len(ids) - 1 : -1] for model in (student, teacher)]
-        mine, theirs = (logits.double().log_softmax(-1) for logits in both)
-        scores = (theirs.exp() * theirs).sum(-1)
-        if criterion == "student_surprise":
-            scores = -mine.gather(-1, torch.tensor(written)[:, None]).squeeze(-1)
-        total += float((theirs.exp() * (theirs - mine)).sum(-1)[scores.argmax()])
-        kept += 1
-    assert log(found)["loss"] == pytest.approx(total / kept, abs=1e-5)

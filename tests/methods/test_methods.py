@@ -254,24 +254,30 @@ def test_no_method_is_told_of_a_step_left_out(make_trainer):
     assert Noting.steps == [0, 2]
 
 
+class Keeping(Method):
+    def state(self):
+        return {}
+
+
+class Rewarded(Method):
+    needs_rewards = True
+
+
 @pytest.mark.quick
-def test_wrong_methods_are_refused_before_loading(make_trainer):
-    class Looking(Method):
-        def generated(self, batch):
-            pass
-
-    class Keeping(Method):
-        def state(self):
-            return {}
-
-    for given, error, text in (
-        ({"methods": [Early]}, TypeError, "contains the class Early"),
-        ({"methods": [Early(), Early(0.1)]}, ValueError, "two of the name 'Early'"),
-        ({"methods": [Keeping()]}, TypeError, "`Keeping.state` without `restore`"),
-        ({"methods": [Looking()], "overlap": "step"}, ValueError, "with `Looking`, which needs all completions"),
-    ):
-        with pytest.raises(error, match=text):
-            make_trainer(model="nowhere", teacher_model="nowhere", **given)
+@pytest.mark.parametrize(
+    ("named", "methods", "overlap", "error"),
+    [
+        ("class Early", [Early], None, TypeError),
+        ("two of the name 'Early'", [Early(), Early(0.1)], None, ValueError),
+        ("Keeping.*restore", [Keeping()], None, TypeError),
+        ("overlap.*Mine", [type("Mine", (Method,), {"generated": lambda self, batch: None})()], "step", ValueError),
+        ("overlap.*Rewarded", [Rewarded()], "step", ValueError),
+        ("overlap.*Skipping", [Skipping()], "ahead", ValueError),
+    ],
+)
+def test_wrong_methods_are_refused_before_loading(make_trainer, named, methods, overlap, error):
+    with pytest.raises(error, match=named):
+        make_trainer(model="nowhere", teacher_model="nowhere", methods=methods, overlap=overlap)
 
 
 def of_hook(name: str, hook: Any, **members: Any) -> Method:
@@ -287,36 +293,24 @@ def setting(column: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "text"),
+    ("method", "named"),
     [
-        (of_hook("select", lambda self, weights, *_: weights[:, :1]), "`Mine.select` returned weights of shape .4, 1."),
-        (of_hook("select", lambda self, weights, *_: None), "`Mine.select` returned a NoneType"),
-        (of_hook("select", lambda self, weights, *_: weights + 1), "`Mine.select` returned 1 for token 2 of row 0"),
-        (
-            of_hook("token_weights", lambda self, weights, *_: weights + 1),
-            "`Mine.token_weights` returned 1 for token 2 of row 0",
-        ),
-        (
-            of_hook("final_weights", lambda self, weights, *_: -weights),
-            "`Mine.final_weights` returned weights from -1 to",
-        ),
-        (
-            of_hook("final_weights", lambda self, weights, *_: weights + 1),
-            "`Mine.final_weights` returned 1 for token 2 of row 0",
-        ),
-        (of_hook("before", setting("prompt_weight", -1.0)), "`Mine` set row.prompt_weight=-1.0, .* in row 0"),
-        (
-            of_hook("before", setting("prompt_weight", 0.0)),
-            "`Mine` set row.prompt_weight=0.0, .* in row 0 .*`skips = True`",
-        ),
-        (of_hook("before", setting("nll_weight", 1.0)), "`Mine` set .*row.nll_weight=1.0 in row 0 .*`adds_nll = True`"),
-        (of_hook("generated", setting("gate", float("nan"))), "`Mine` set .*row.gate=nan, .* in row 0"),
-        (of_hook("limit", lambda self, tokens: tokens + 1), "`Mine.limit` returned 25: expected an integer from 1"),
-        (of_hook("state", lambda self: {1, 2}, restore=lambda self, state: None), "set is not JSON serializable"),
+        (of_hook("select", lambda self, weights, *_: weights[:, :1]), "Mine.select"),
+        (of_hook("select", lambda self, weights, *_: None), "Mine.select"),
+        (of_hook("select", lambda self, weights, *_: weights.fill_(1.0)), "Mine.select.*padding"),
+        (of_hook("token_weights", lambda self, weights, *_: weights + 1), "Mine.token_weights.*token 2 of row 0"),
+        (of_hook("final_weights", lambda self, weights, *_: -weights), "Mine.final_weights"),
+        (of_hook("final_weights", lambda self, weights, *_: weights + 1), "Mine.final_weights"),
+        (of_hook("before", setting("prompt_weight", -1.0)), "row.prompt_weight=-1.0"),
+        (of_hook("before", setting("prompt_weight", 0.0)), "skips = True"),
+        (of_hook("before", setting("nll_weight", 1.0)), "adds_nll = True"),
+        (of_hook("generated", setting("gate", float("nan"))), "row.gate=nan"),
+        (of_hook("limit", lambda self, tokens: tokens + 1), "Mine.limit"),
+        (of_hook("state", lambda self: {1, 2}, restore=lambda self, state: None), "not JSON serializable"),
     ],
 )
-def test_a_value_that_fits_nowhere_is_refused_by_name(make_trainer, method, text):
-    with pytest.raises((TypeError, ValueError), match=text):
+def test_a_value_that_fits_nowhere_is_refused_by_name(make_trainer, method, named):
+    with pytest.raises((TypeError, ValueError), match=named):
         trained(make_trainer, method, max_steps=1, save_strategy="steps", save_steps=1)
 
 
@@ -348,32 +342,11 @@ def test_a_method_has_begun_before_an_evaluation(make_trainer):
         )
 
 
-def test_a_method_that_changes_weights_in_place_cannot_add_tokens(make_trainer):
-    class Filling(Method):
-        def select(self, weights, rollout, rows):
-            return weights.fill_(1.0)
-
-    with pytest.raises(ValueError, match=r"`Filling.select` returned 1 for token .*, which is padding"):
-        trained(make_trainer, Filling())
-
-
 @pytest.mark.quick
 def test_an_anchor_is_of_whole_distributions(make_trainer):
     """The teacher's divergence may be of its likeliest tokens."""
     trainer = make_trainer(anchor_weight=1.0, top_k_teacher=5)
     assert repr(trainer.methods.objective(trainer.current_objective).anchor) == "ReverseKL()"
-
-
-def test_methods_that_need_what_overlap_has_not_are_refused(make_trainer):
-    class Rewarded(Method):
-        needs_rewards = True
-
-    for method, overlap, text in (
-        (Rewarded(), "step", "`overlap='step'` with `Rewarded`, which needs all completions"),
-        (Skipping(), "ahead", "`overlap='ahead'` with `Skipping`, which skips prompts"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make_trainer(model="nowhere", teacher_model="nowhere", methods=[method], overlap=overlap)
 
 
 def test_a_method_may_be_all_that_tells_a_self_teacher(trained):

@@ -278,19 +278,13 @@ def test_average_and_live_teachers_are_quantised_too(tmp_path):
 _CONTEXT = {"teacher_temperature": 0.7}
 """Without a difference a student has nothing to learn from itself."""
 
-REFUSED: list[tuple[Any, str]] = [
-    (
-        "int5",
-        "`StudentQuantization.format='int5'`: expected one of 'int4', 'int8', 'fp8', 'nvfp4', a config of torchao",
-    ),
-    (4, "`StudentQuantization.format=4`: expected one of"),
-    (QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32)), "a `QATConfig` with such a config as"),
-]
+
+UNBASED = QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32))
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_formats_that_mean_nothing_are_refused(tmp_path, given, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+@pytest.mark.parametrize("given", ["int5", 4, UNBASED])
+def test_formats_that_mean_nothing_are_refused(tmp_path, given):
+    with pytest.raises(ValueError, match=r"StudentQuantization\.format"):
         trainer_of(tmp_path, given)
 
 
@@ -435,7 +429,7 @@ def certificate_of(number: int) -> tuple[float, float, float]:
 
 def certificate_in(folder: Any) -> list[float]:
     faulthandler.dump_traceback_later(forks.SECONDS, exit=True)
-    trainer = certified(folder, per_device_eval_batch_size=2)
+    trainer = certified(folder, per_device_eval_batch_size=2, student_temperature=0.7, teacher_temperature=1.3)
     found = trainer.evaluate()
     faulthandler.cancel_dump_traceback_later()
     return [found[f"eval_certificate/{name}"] for name in ("kl", "agreement")]

@@ -238,9 +238,16 @@ def test_rewards_not_trained_on_are_logged_and_change_nothing(trained, methods):
 
 def test_a_step_without_completions_of_the_student_calls_no_function(trained):
     dataset, called = rows().add_column("completion", ["given"] * 8), []
-    found = trained(reward_funcs=called.append, train_dataset=dataset, lmbda=0.0, **UNTRAINED)
+
+    def counted(completions, **_):
+        called.append(len(completions))
+        return [0.0] * len(completions)
+
+    found = trained(reward_funcs=counted, train_dataset=dataset, lmbda=0.0, **UNTRAINED)
     assert not called
     assert not any("reward" in name for row in found.state.log_history for name in row if name != "time/reward")
+    found.evaluate(dataset.select(range(2)))
+    assert called == [2], "evaluations are of the student"
 
 
 def test_a_run_resumes_with_other_rewards_that_are_only_logged(make_trainer, trained, tmp_path):
@@ -566,33 +573,15 @@ def raises(**_):
     raise KeyError("answer")
 
 
-FAILING = [
-    (wrong([1.0]), r"ValueError: it returned \[1.0\] for 2 completions"),
-    (wrong("ab"), "ValueError: could not convert string to float"),
-    (wrong(None), "TypeError: 'NoneType' object is not iterable"),
-    (wrong([1.0, math.inf]), r"ValueError: it returned \[1.0, inf\] for 2 completions: expected a finite number"),
-    (raises, "KeyError: 'answer'"),
-]
-
-
-@pytest.mark.parametrize(("function", "words"), FAILING)
-def test_errors_of_reward_functions_name_function_and_rows(make_trainer, function, words):
+@pytest.mark.parametrize(
+    "function",
+    [*map(wrong, ([1.0], "ab", None, [1.0, math.inf])), raises],
+    ids=["one", "text", "none", "inf", "raises"],
+)
+def test_errors_of_reward_functions_name_function_and_rows(make_trainer, function):
     trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(numbered), reward_funcs=function)
-    where = f"The reward function '{function.__name__}' failed for row 0 of an evaluation batch to row 1 of .*: "
-    with pytest.raises(RuntimeError, match=where + words):
+    with pytest.raises(RuntimeError, match=f"'{function.__name__}' failed for row 0 of an evaluation batch to row 1"):
         trainer.evaluate()
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch", "arrays", "booleans"])
-def test_numbers_of_every_kind_are_rewards(make_trainer, kind):
-    kinds = {
-        "numpy": np.array([1, 0]),
-        "torch": torch.tensor([[1.0], [0.0]]),
-        "arrays": [np.array([1.0]), np.array(0)],
-        "booleans": [np.bool_(1), False],
-    }
-    trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(numbered), reward_funcs=wrong(kinds[kind]))
-    assert trainer.evaluate()["eval_reward"] == 0.5
 
 
 def needs_label(completions, label, **_):
@@ -608,45 +597,31 @@ def takes_few(completions, prompts):
 
 
 EIGHT = {"per_device_train_batch_size": 8, "num_generations": 4}
+LABELLED = {"reward_funcs": needs_label, "eval_dataset": rows(2)}
 REFUSED = [
-    ({"reward_weight": 1.0, **EIGHT}, ValueError, r"without rewards: pass `methods=\[Rewards"),
-    ({"reward_weight": 1.0, "reward_funcs": length}, ValueError, "`num_generations=1` with `Rewards`"),
-    ({"reward_weight": -1.0}, ValueError, r"`Rewards\(weight=-1.0\)`: expected greater than or equal to 0"),
+    ("functions", {"reward_funcs": length, "reward_weights": [1, 2]}),
+    ("weights", {"reward_weights": 3}),
+    ("scale", {"scale_rewards": "groups"}),
+    ("aggregation", {"multi_objective_aggregation": "sum"}),
+    ("eval_dataset: .*'label'", LABELLED),
+    ("eval_dataset: .*'answer'", {**LABELLED, "reward_funcs": needs_answer, "remove_unused_columns": True}),
+    ("takes_few", {**LABELLED, "reward_funcs": takes_few}),
     (
-        {"reward_weight": 1.0, "lmbda": 0.0, **EIGHT},
-        ValueError,
-        "`lmbda=0` with `Rewards`, which needs rewards of the student",
-    ),
-    ({"reward_weight": 1.0, "overlap": "step", **EIGHT}, ValueError, "`overlap='step'` with `Rewards`"),
-    ({"reward_funcs": length, "reward_weights": [1, 2]}, ValueError, r"`Rewards\(weights=...\)` has 2 numbers"),
-    ({"reward_weights": 3}, ValueError, r"`Rewards\(weights=3\)`: expected a valid list"),
-    ({"scale_rewards": "groups"}, ValueError, "expected 'group', 'batch' or 'none'"),
-    ({"multi_objective_aggregation": "sum"}, ValueError, "expected 'sum_then_normalize' or"),
-    ({"reward_funcs": needs_label, "eval_dataset": rows(2)}, ValueError, "'needs_label' .* eval_dataset: .*'label'"),
-    (
-        {"reward_funcs": needs_answer, "remove_unused_columns": True, "eval_dataset": rows(2)},
-        ValueError,
-        "'needs_answer' .* eval_dataset: .*'answer'",
-    ),
-    ({"reward_funcs": takes_few, "eval_dataset": rows(2)}, ValueError, "'takes_few' .* as `\\*\\*kwargs`"),
-    (
+        "train_dataset: .*'label'",
         {"reward_funcs": needs_label, "train_dataset": rows(), "reward_weight": 1.0, **EIGHT},
-        ValueError,
-        "'needs_label' .* train_dataset: .*'label'",
     ),
     (
-        {"reward_funcs": length, "eval_dataset": rows(2).add_column("completions", ["a", "b"])},
-        ValueError,
         "eval_dataset has a column 'completions'",
+        {"reward_funcs": length, "eval_dataset": rows(2).add_column("completions", ["a", "b"])},
     ),
 ]
 
 
 @pytest.mark.before_loading
 @pytest.mark.quick
-@pytest.mark.parametrize(("given", "error", "words"), REFUSED)
-def test_wrong_reward_arguments_are_refused_before_loading(make_trainer, given, error, words):
-    with pytest.raises(error, match=words):
+@pytest.mark.parametrize(("named", "given"), REFUSED)
+def test_wrong_reward_arguments_are_refused_before_loading(make_trainer, named, given):
+    with pytest.raises(ValueError, match=named):
         make_trainer(**given)
 
 
@@ -662,18 +637,3 @@ def test_reward_model_without_a_single_output_is_refused(make_trainer, tmp_path)
         model.config._name_or_path = str(tmp_path / "causal")
         with pytest.raises(ValueError, match="does not give one number for each text"):
             make_trainer(reward_funcs=model)
-
-
-def test_reward_model_without_its_head_is_refused(make_trainer, reward_model, tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
-    state = {name: value for name, value in model.state_dict().items() if "score" not in name}
-    model.save_pretrained(tmp_path / "headless", state_dict=state)
-    WORDS.save_pretrained(tmp_path / "headless")
-    with pytest.raises(ValueError, match=r"`Rewards.functions\[0\]=.*: the checkpoint lacks .*: score\.weight\. They"):
-        make_trainer(reward_funcs=str(tmp_path / "headless"))
-
-
-def test_best_model_may_be_chosen_by_rewards_that_exist(make_trainer):
-    best = {"metric_for_best_model": "eval_reward", "eval_strategy": "steps", "eval_dataset": rows(2)}
-    make_trainer(reward_funcs=length, **best)
-    make_trainer(reward_funcs=length, **{**best, "metric_for_best_model": "rewards/length/mean"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
@@ -229,6 +230,16 @@ def test_tf32_is_detected_however_enabled(enable):
         for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             backend.fp32_precision = "none"
     assert not agree(torch.full((3, 2), 1.01), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(("mixed", "dtype"), [("bf16", torch.bfloat16), ("no", None)])
+def test_a_launcher_that_casts_weights_alone_has_autocast_too(mixed, dtype):
+    """As DeepSpeed, with which accelerate's own context does nothing."""
+    accelerator = SimpleNamespace(mixed_precision=mixed, native_amp=False, device=torch.device("cpu"))
+    accelerator.autocast = contextlib.nullcontext
+    with autocast(accelerator):
+        assert torch.is_autocast_enabled("cpu") == (dtype is not None)
+        assert dtype in (None, torch.get_autocast_dtype("cpu"))
 
 
 def test_loss_and_gradient_are_as_accurate_as_with_naive_autocast(make_trainer):

@@ -17,7 +17,8 @@ class Replaying(DistillationTrainer):
     """TRL's trainer with recorded completions instead of generated ones."""
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
-        return FixedRollout(tiny.recorded(self.processing_class)).complete(prompt_ids, 0)
+        words = getattr(self.processing_class, "tokenizer", self.processing_class)
+        return FixedRollout(tiny.recorded(words)).complete(prompt_ids, 0)
 
 
 def made(cls: type, config: Any, **given: Any) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from trl_opsd.types import Rollout, RowTargets, TeacherTargets
+from trl_opsd.types import OnHost, Rollout, RowTargets, TeacherTargets
 
 pytestmark = pytest.mark.quick
 
@@ -26,6 +26,14 @@ def test_a_rollout_is_frozen():
     rollout = made()
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout.prompt_ids = rollout.completion_ids
+
+
+def test_a_weight_that_is_written_is_read_anew():
+    rollout = made(2)
+    rollout = dataclasses.replace(rollout, on_host=OnHost.known(rollout.weights, rollout.weights.clone()))
+    assert rollout.weights_on_host() is rollout.on_host.copy
+    rollout.weights[0, 0] = 0
+    assert rollout.weights_on_host()[0, 0] == 0
 
 
 def test_cut_rows_know_what_tools_wrote():
@@ -49,6 +57,10 @@ def test_selected_targets_are_those_of_the_rows():
     other = targets.select([1])
     assert (other.rows, other.tokens, other.teacher.tolist()) == ((rows[1],), 3, [0])
     assert other.reference_states == {"contrast": (rows[0],)}
+    among = targets.among([2, 0], 3)
+    assert (among.rows[2], among.rows[0], len(among.rows[1].places)) == (rows[0], rows[1], 0)
+    assert among.teacher.tolist() == [0, 1, 1], "of a row that was not read any"
     expected = torch.zeros(2, 3, 4)
     expected[0, [0, 2]], expected[1, [1]] = rows[0].hidden, rows[1].hidden
+    assert [row.places.tolist() for row in targets.cut(2).rows] == [[0], [1]]
     assert torch.equal(targets.hidden, expected)
