@@ -14,8 +14,8 @@ from support import tiny
 from transformers import AutoModelForCausalLM
 
 from trl_opsd.cli.main import app
-from trl_opsd.cli.train.experts import AFTER, AVERAGE, BEFORE, Experts, Metric, experts_of, table
-from trl_opsd.cli.train.script import main
+from trl_opsd.cli.merge import AFTER, AVERAGE, BEFORE, Experts, Metric, experts_of, table
+from trl_opsd.cli.train import main
 from trl_opsd.teacher.build import average_of
 
 WORDS = tiny.tokenizer()
