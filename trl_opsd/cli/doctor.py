@@ -172,6 +172,7 @@ def _trainer(pair: Pair, folder: str, student: Any, teacher: Any, **more: Any) -
 def start(pair: Pair, folder: str) -> str:
     """A training starts: tokenizers, vocabularies, end token, heads, padding and gradients are as it needs them."""
     pair.trainer = trainer = _trainer(pair, folder, pair.student, pair.teacher)
+    trainer.model.eval()
     if pair.tokenizer_of_teacher is None:
         raise Doubt("The teacher has no tokenizer to compare: it is assumed to use the student's.")
     sizes = trainer.limits.vocabulary, trainer.teachers.heads[0].weight.size(0)
