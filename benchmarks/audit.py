@@ -22,9 +22,7 @@ from audit_cases import CASES, WORDS, Case, servers
 from transformers import PrinterCallback, ProgressCallback
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.cli.audit.measure import audit
-from trl_opsd.cli.audit.shown import document, screen
-from trl_opsd.cli.audit.verdict import verdict
+from trl_opsd.cli.audit import audit, document, screen, verdict
 from trl_opsd.describe import Banner
 from trl_opsd.errors import OPSDError
 
@@ -93,7 +91,7 @@ class Call:
     def _numbers(self) -> list[str]:
         if self.audit is None:
             return [""] * 7
-        one = self.audit["candidates"][0]
+        one = self.audit
         after = one["after"] or [None, None]
         rewards = ["" if mean is None else f"{mean['value']:.2f}" for mean in (one["student"], one["own"], *after)]
         return [*rewards, f"{one['forward']:.3g}", f"{one['floor']:.1g}", f"{one['correlation']['value']:+.2f}"]
@@ -112,8 +110,8 @@ def called(name: str, folder: Path, rows: int) -> Call:
         return Call(name=name, verdict="unknown", why=str(error), seconds=0.0)
     seconds = time.perf_counter() - start
     said = verdict(found)
-    print(screen([found]), flush=True)
-    return Call(name=name, verdict=said.word, why=said.why, seconds=seconds, audit=json.loads(document([found])))
+    print(screen(found), flush=True)
+    return Call(name=name, verdict=said.word, why=said.why, seconds=seconds, audit=json.loads(document(found)))
 
 
 def table(calls: Sequence[Call]) -> str:

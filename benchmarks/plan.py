@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_opsd.cli.plan.memory import BUCKETS, Choice, Load, phases, tracer
-from trl_opsd.cli.plan.shapes import shape_of
+from trl_opsd.cli.plan import Choice, Load, phases, shape_of, tracer
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = ROOT / "tests" / "cli"
@@ -101,8 +100,8 @@ def predicted(models: list[str], sharding: str, teacher: str, rows: int, *number
     found = phases(student, of_teacher, load, Choice(sharding, teacher, rows), tracer(student, load))
     whole = load.itemsize * 500_000_000
     for parts in found.values():
-        if parts.get(BUCKETS) and sharding.startswith("zero"):
-            parts[BUCKETS] -= whole - load.itemsize * student.parameters
+        if parts.get("gradient buckets") and sharding.startswith("zero"):
+            parts["gradient buckets"] -= whole - load.itemsize * student.parameters
     return {phase: sum(parts.values()) for phase, parts in found.items()}
 
 

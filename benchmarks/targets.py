@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.cli.targets import write_targets
 
-WAYS = {"teacher": None, "states": ("states", 0), "top 64": ("topk", 64), "top 128": ("topk", 128)}
+WAYS = {"teacher": 0, "states": None, "top 64": 64, "top 128": 128}
 STUDENT, TEACHER = (256, 4), (512, 16)
 """Width and layers."""
 VOCABULARY = 32_000
@@ -76,10 +76,10 @@ def main() -> None:
         found: dict[str, Any] = {"way": name}
         with TemporaryDirectory() as nowhere:
             folder, options = Path(nowhere), {}
-            if way is not None:
+            if way != 0:
                 one = trainer(rows, folder, given.tokens)
                 start = perf_counter()
-                write_targets(one, folder / "targets", *way[: 1 + bool(way[1])])
+                write_targets(one, folder / "targets", way)
                 tokens = sum(map(len, load_from_disk(str(folder / "targets"))["completion_ids"]))
                 found["tokens per second, written"] = round(tokens / (perf_counter() - start))
                 parts = (folder / "targets").glob("part-*")

@@ -21,8 +21,8 @@ from experts.controls import supervised, ties
 from experts.make import ADAPTER, make
 from experts.tasks import TASKS, draw, rows
 
-from trl_opsd.cli.train.experts import AFTER, AVERAGE, BEFORE, FILE
-from trl_opsd.cli.train.script import main as train
+from trl_opsd.cli.merge import AFTER, AVERAGE, BEFORE, FILE
+from trl_opsd.cli.train import main as train
 
 WAYS: dict[str, dict[str, Any]] = {
     "tokens": {},

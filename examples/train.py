@@ -25,8 +25,8 @@ from arithmetic.task import draw, prompts, prompts_with_answers, right
 from score import held_out, result
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.cli.train import script
-from trl_opsd.cli.train.options import OptionParser, Splits
+from trl_opsd.cli import train as script
+from trl_opsd.cli.options import OptionParser, Splits
 
 
 def data() -> Splits:

@@ -15,8 +15,7 @@ from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 import trl_opsd
-from trl_opsd.cli.doctor.checks import check_settings
-from trl_opsd.cli.doctor.pair import models_of, read_settings
+from trl_opsd.cli.train import read
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = {"Qwen2.5-0.5B-Instruct": 32, "Qwen2.5-1.5B-Instruct": 48, "Qwen2.5-7B-Instruct": 64}
@@ -83,10 +82,10 @@ def tiny_config(config: type, *given: Any, steps: int = 2, **options: Any) -> An
 def test_run_yaml_of_the_start_page_is_a_valid_training(tmp_path):
     (text,) = re.findall(r"```yaml\n(# run.yaml.*?)```", (ROOT / "docs/start.md").read_text(), flags=re.DOTALL)
     (tmp_path / "run.yaml").write_text(f"{text}use_cpu: true\n")
-    settings = read_settings("run.yaml")
-    assert models_of(settings) == ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
-    assert check_settings(settings, models_of(settings)) == "All settings are known and consistent."
+    settings, _ = read(["--config", "run.yaml"])
     config = settings.config
+    models = settings.model.model_name_or_path, config.teacher_model_name_or_path
+    assert models == ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
     assert (config.teacher_offload, config.use_vllm, config.learning_rate) == ("stream", True, 1e-5)
     assert settings.script.dataset_name == "trl-lib/ultrafeedback-prompt"
 

@@ -1,4 +1,4 @@
-"""Tries `trl-opsd doctor`, with and without `--tiny`, and `trl-opsd plan` on toys of every family; prints the results.
+"""Tries `trl-opsd doctor` and `trl-opsd plan` on toys of every family; prints the results.
 
     python tools/first_look.py                 # all families, a quarter of an hour
     python tools/first_look.py gemma4 mamba    # some
@@ -25,7 +25,6 @@ from support import vision_language
 
 TRIALS = {
     "doctor": ["--json"],
-    "doctor --tiny": ["--json", "--tiny"],
     "plan": ["--json", "--batch", "2", "--prompt", "24", "--length", "24", "--gpu-memory", "1"],
 }
 

@@ -16,7 +16,6 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import Version
@@ -26,10 +25,10 @@ from typer.testing import CliRunner
 
 import trl_opsd
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.cli.audit.measure import Audit
-from trl_opsd.cli.doctor import checks as doctor
+from trl_opsd.cli import doctor
+from trl_opsd.cli.audit import Audit
 from trl_opsd.cli.main import app
-from trl_opsd.cli.train.options import ExtraArguments
+from trl_opsd.cli.options import ExtraArguments
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.methods import METRICS, NAMED, Rewards
 from trl_opsd.models.probes import Finding
@@ -40,7 +39,7 @@ MODULES = ("trl_opsd", "trl_opsd.losses", "trl_opsd.rollout", "trl_opsd.teacher"
 """Their `__all__`: of the first all names are public, of the others those that `PAGES` use."""
 ALSO = (
     "trl_opsd.describe.Banner",
-    "trl_opsd.cli.audit.measure.audit",
+    "trl_opsd.cli.audit.audit",
     "trl_opsd.cli.targets.write_targets",
     "trl_opsd.rollout.host.Host",
     "trl_opsd.losses.objective.Objective",
@@ -180,14 +179,12 @@ def _commands() -> Iterator[tuple[str, str]]:
 
 def _documents() -> Iterator[tuple[str, str]]:
     """The keys of what commands print with `--json`."""
-    side = SimpleNamespace(source="a")
-    pair: Any = SimpleNamespace(student=side, teacher=side, tiny=False)
-    yield from _keys("doctor", doctor.document(pair, [Finding("heads", "ok", "same", 0.1)]))
+    yield from _keys("doctor", doctor.document(doctor.Pair("a", "a", None), [Finding("heads", "ok", "same", 0.1)]))
     student = str(ROOT / "examples" / "arithmetic" / "student")
     planned = CliRunner().invoke(app, ["plan", student, *["--prompt", "8", "--length", "8", "--json"]])
     assert not planned.exit_code, planned.stderr
     yield from _keys("plan", json.loads(planned.stdout))
-    yield from ((f"audit:candidates[].{one.name}", "") for one in dataclasses.fields(Audit) if one.name != "samples")
+    yield from ((f"audit:{one.name}", "") for one in dataclasses.fields(Audit))
 
 
 def _keys(command: str, document: Any, at: str = "") -> Iterator[tuple[str, str]]:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import re
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from support import tiny, vision_language
 from support.byte_languages import byte_pairs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from trl_opsd import RolloutBackend
-from trl_opsd.cli.doctor import checks
-from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, loading, models_of, read_settings, shrunk
+from trl_opsd.cli import doctor as checks
+from trl_opsd.cli.doctor import Pair, pair_of
 from trl_opsd.cli.main import app
-from trl_opsd.cli.plan.shapes import Live
-from trl_opsd.models.weights import without_weights
+from trl_opsd.cli.plan import Live
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
@@ -39,34 +35,25 @@ def words(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 def pair(student=None, teacher=None, of_student=None, of_teacher=None) -> Pair:
     student, teacher = student or tiny.qwen2(32), teacher or tiny.qwen2(48, seed=1)
-    return Pair(
-        Side("student", student.eval(), of_student or words()), Side("teacher", teacher.eval(), of_teacher or words())
-    )
+    return Pair(student, teacher, of_student or words(), teacher_tokenizer=of_teacher or words())
 
 
 def verdicts(found) -> dict[str, list[str]]:
     return {kind: [one.name for one in found if one.verdict == kind] for kind in ("failed", "warning", "skipped")}
 
 
+HEALTHY = {"failed": [], "warning": [], "skipped": []}
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_healthy_pair_passes_every_check(family):
     found = checks.examine(pair(FAMILIES[family](32), FAMILIES[family](48, seed=1)))
-    assert verdicts(found) == {"failed": [], "warning": [], "skipped": []}, [
-        one for one in found if one.verdict != "ok"
-    ]
+    assert verdicts(found) == HEALTHY, [one for one in found if one.verdict != "ok"]
     said = {one.name: one.said for one in found}
-    assert said["vocabularies"] == "Both heads have 259 rows."
-    assert said["end token"] == "'<|im_end|>', id 2."
+    assert said["start"] == "Heads of 259 and 259 rows; 259 tokens."
     assert "'<|im_start|>assistant\\n'" in said["chat template"]
-    assert int(said["transformers rollout"].split()[0]) > 3
-
-
-def test_self_teacher_is_compared_with_itself_given_more_context():
-    found = checks.examine(Pair(*(Side("mine", tiny.qwen2(32).eval(), words()) for _ in range(2))))
-    assert verdicts(found)["failed"] == [], found
-    said = next(one.said for one in found if one.name == "loss")
-    assert float(said.split("forward_kl ")[1].split(",")[0]) > 1e-3
+    assert int(said["rollout"].split()[0]) > 3
 
 
 @pytest.mark.parametrize("kind", ["words", "letters"])
@@ -83,7 +70,7 @@ def test_vocabulary_without_english_passes(kind):
     domain.chat_template = TEMPLATE
     sized = {"vocab_size": len(vocabulary)}
     found = checks.examine(pair(tiny.qwen2(32, **sized), tiny.qwen2(48, seed=1, **sized), domain, domain))
-    assert verdicts(found) == {"failed": [], "warning": [], "skipped": []}, found
+    assert verdicts(found) == HEALTHY, found
 
 
 def permuted() -> Pair:
@@ -104,20 +91,25 @@ def too_small() -> Pair:
 
 def odd_logits() -> Pair:
     made = pair()
-    head = made.teacher.model.lm_head
-    head.register_forward_hook(lambda _, __, logits: logits.sin())
+    made.teacher.lm_head.register_forward_hook(lambda _, __, logits: logits.sin())
+    return made
+
+
+def draws_random_numbers() -> Pair:
+    made = pair()
+    made.teacher.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out + 0.01 * torch.rand_like(out))
     return made
 
 
 def nan_weights() -> Pair:
     made = pair()
-    torch.nn.init.constant_(made.teacher.model.model.layers[0].mlp.up_proj.weight, float("nan"))
+    torch.nn.init.constant_(made.teacher.model.layers[0].mlp.up_proj.weight, float("nan"))
     return made
 
 
 def ignores_its_input() -> Pair:
     made = pair()
-    table = made.teacher.model.model.embed_tokens.weight
+    table = made.teacher.model.embed_tokens.weight
     with torch.no_grad():
         table.copy_(table[5].clone().expand_as(table))
     return made
@@ -136,17 +128,18 @@ def drops_the_last_message() -> Pair:
 
 def no_end_token() -> Pair:
     made = pair()
-    made.student.tokenizer.eos_token = None
+    made.processing.eos_token = None
     return made
 
 
 @pytest.mark.parametrize(
     ("make", "failing", "said"),
     [
-        (permuted, "tokenizers", "id 100 is"),
-        (too_small, "vocabularies", "The head of the teacher has 200 rows, but the tokenizer has 259 tokens"),
-        (odd_logits, "teacher's head", "does not compute its logits as"),
-        (nan_weights, "teacher's head", "NaN"),
+        (permuted, "start", "id 100 is"),
+        (too_small, "start", "The head of the teacher has 200 rows, but the tokenizer has 259 tokens"),
+        (odd_logits, "start", "does not compute its logits as"),
+        (draws_random_numbers, "start", "does not compute its logits as"),
+        (nan_weights, "start", "NaN"),
         (ignores_its_input, "teacher input", "has the same hidden state at all"),
         (no_generation_prompt, "chat template", "ignores `add_generation_prompt`"),
         (
@@ -154,40 +147,14 @@ def no_end_token() -> Pair:
             "chat template",
             "A conversation: the tokenizer's chat template drops message 3 of 3",
         ),
-        (no_end_token, "end token", "The end token None"),
+        (no_end_token, "start", "no end-of-sequence token"),
     ],
 )
 def test_only_the_broken_part_fails(make, failing, said):
     found = checks.examine(make())
-    of = verdicts(found)
-    assert of["failed"] == [failing], found
-    assert of["warning"] == []
+    assert verdicts(found)["failed"] == [failing], found
     assert said in next(one.said for one in found if one.name == failing)
-    needs = {one.name: one.needs for one in checks.CHECKS}
-    for name in of["skipped"]:
-        assert {failing, *of["skipped"]} & set(needs[name]), f"{name} has nothing to do with {failing}"
-
-
-def test_both_models_read_images_as_their_own_forward_does(tmp_path):
-    for role, family, width in (("student", "gemma3", 32), ("teacher", "gemma3", 48)):
-        vision_language.model(family, width, width, sees=True).save_pretrained(tmp_path / role)
-        vision_language.processor(family).save_pretrained(tmp_path / role)
-    made = load_pair(str(tmp_path / "student"), str(tmp_path / "teacher"))
-    found = {one.name: one for one in checks.examine(made)}
-    said = [found.pop(f"{role}'s images").said for role in ("student", "teacher")]
-    assert all(
-        "a prompt with one of 96 x 64 pixels has 30 tokens, and the vision tower reads 5 " in one for one in said
-    )
-    assert verdicts(found.values())["failed"] == []
-    for weight in made.teacher.model.model.multi_modal_projector.parameters():
-        torch.nn.init.zeros_(weight)
-    made.student.processing.chat_template = TEMPLATE
-    found = checks.examine(made)
-    assert verdicts(found)["failed"] == ["teacher's images"]
-    said = {one.name: (one.verdict, one.said) for one in found}
-    assert "it does not see them" in said["teacher's images"][1]
-    assert said["student's images"][0] == "warning"
-    assert "Prompts have to be text" in said["student's images"][1]
+    assert len(verdicts(found)["skipped"]) == (len(found) - 2) * (failing == "start"), "all but versions need it"
 
 
 class Stale(RolloutBackend):
@@ -205,35 +172,33 @@ class Stale(RolloutBackend):
         ]
 
 
-def test_an_engine_with_other_weights_is_found():
+@pytest.fixture
+def started(tmp_path):
+    made = pair()
+    checks.start(made, str(tmp_path))
+    return made
+
+
+def test_an_engine_with_other_weights_is_found(started):
+    started.trainer.rollout = Stale()
     with pytest.raises(
         ValueError, match=r"Stale, decoding greedily, generated a token that is [\d.]+ nats less likely"
     ):
-        checks.reproduces(pair(), rollout=Stale())
+        checks.reproduces(started)
 
 
-@pytest.mark.parametrize("check", [checks.zero_with_itself, checks.equals_reference])
-def test_nan_in_a_gradient_alone_fails(check, monkeypatch):
+def test_nan_in_a_gradient_alone_fails(started, monkeypatch):
     monkeypatch.setattr(checks, "_compared", lambda mine, *_: (torch.zeros(1), torch.full((1,), torch.nan)))
     monkeypatch.setattr(checks, "_reference", lambda *_: (torch.zeros(1), torch.zeros(1)))
     with pytest.raises(ValueError, match="nan"):
-        check(pair())
+        checks.loss(started)
 
 
-def test_nan_in_a_later_row_of_a_rollout_fails(monkeypatch):
+def test_nan_in_a_later_row_of_a_rollout_fails(started, monkeypatch):
     found = iter([0.0, float("nan"), 0.0])
     monkeypatch.setattr(checks, "_shortfall", lambda *_: next(found))
     with pytest.raises(ValueError, match="generated a token that is nan nats less likely"):
-        checks.reproduces(pair())
-
-
-def test_a_teacher_that_draws_random_numbers_is_found():
-    made = pair()
-    layer = made.teacher.model.model.layers[1].mlp
-    layer.register_forward_hook(lambda _, __, out: out + 0.01 * torch.rand_like(out))
-    found = {one.name: one for one in checks.examine(made)}
-    assert [one.name for one in found.values() if one.verdict == "failed"] == ["teacher determinism"]
-    assert "draws random numbers" in found["teacher determinism"].said
+        checks.reproduces(started)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +217,7 @@ def test_unusual_chat_template_warns(template, said):
 def test_padded_heads_are_compared_up_to_the_tokenizers_last_token():
     found = checks.examine(pair(teacher=tiny.qwen2(48, seed=1, vocab_size=320)))
     assert verdicts(found)["failed"] == [], found
-    assert "Heads of 259 and 320 rows; the 259 ids" in next(one.said for one in found if one.name == "vocabularies")
+    assert found[0].said == "Heads of 259 and 320 rows; 259 tokens."
 
 
 @pytest.fixture
@@ -267,76 +232,40 @@ def doctor(*arguments):
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
 
 
+def test_self_teacher_is_compared_with_itself_given_more_context(folders):
+    found = checks.examine(pair_of(str(folders / "student"), str(folders / "student")))
+    assert verdicts(found)["failed"] == [], found
+    said = next(one.said for one in found if one.name == "loss")
+    assert float(said.split("forward_kl ")[1].split(",")[0]) > 1e-3
+
+
 @pytest.mark.quick
 def test_the_command_prints_a_table_and_a_verdict(folders):
     done = doctor(folders / "student", folders / "teacher")
     assert done.exit_code == 0, done.output
-    assert "Ready: 17 of 17 checks passed" in done.stdout
+    assert "Ready: 8 of 8 checks passed" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "tokenizers ..." in done.stderr
+    assert done.stderr.splitlines()[0] == "start"
 
 
 def test_command_prints_only_json_and_fails_for_broken_models(folders):
-    broken = nan_weights().teacher.model
-    broken.save_pretrained(folders / "teacher")
+    nan_weights().teacher.save_pretrained(folders / "teacher")
     done = doctor(folders / "student", folders / "teacher", "--json")
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert found["ready"] is False
-    assert found["verdict"].startswith("Not ready: 1 of 17 checks failed (teacher's head)")
-    assert [one["name"] for one in found["checks"] if one["verdict"] == "failed"] == ["teacher's head"]
-
-
-def test_tiny_keeps_heads_and_tokenizers_and_reads_no_weights(folders):
-    deep = tiny.qwen2(32, num_hidden_layers=6, intermediate_size=700)
-    deep.config.save_pretrained(folders / "student")
-    (folders / "student" / "model.safetensors").unlink()
-    found = load_pair(str(folders / "student"), str(folders / "teacher"), tiny=True)
-    assert len(found.student.model.model.layers) == 2
-    assert found.student.model.lm_head.weight.shape == deep.lm_head.weight.shape
-    assert found.student.model.config.intermediate_size == 256
-    done = doctor(folders / "student", folders / "teacher", "--tiny")
-    assert done.exit_code == 0, done.output
-    assert "2 random layers" in " ".join(done.stdout.split())
+    assert found["verdict"].startswith("Not ready: start failed")
+    assert [one["name"] for one in found["checks"] if one["verdict"] == "failed"] == ["start"]
 
 
 @pytest.mark.long
-def test_reference_holds_no_head_copy_and_gradients_once():
+def test_reference_holds_no_head_copy(tmp_path):
     made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
-    mine, yours = (checks._logits_after(made, role) for role in ("student", "teacher"))
+    checks.start(made, str(tmp_path))
+    mine, yours = made.logits()
     with Live() as live:
         checks._reference(mine, yours, checks._DIVERGENCES["jsd"], 259)
     assert live.peak < 20 * 8 * 8192 * len(mine.hidden), "what has the vocabulary and the tokens, none with the states"
-    weights = [*made.student.model.parameters()]
-    with Live([*weights, *made.teacher.model.parameters()]) as live:
-        checks.same_in_parts(made)
-    assert live.peak < 2 * sum(one.nbytes for one in weights)
-
-
-def test_a_tiny_model_keeps_layers_of_both_kinds():
-    config = shrunk(tiny.gemma2(num_hidden_layers=6).config)
-    assert config.layer_types == ["sliding_attention", "full_attention"]
-    assert AutoModelForCausalLM.from_config(config).config.final_logit_softcapping == 5.0
-
-
-@pytest.mark.parametrize(
-    ("lines", "verdict", "said"),
-    [
-        ({"divergence": "jsd", "max_steps": 5}, "ok", "All settings are known"),
-        ({"learning_rte": 1e-3}, "failed", "learning_rate"),
-        ({"teacher_model_name_or_path": "another"}, "warning", "sets the teacher 'another'"),
-    ],
-)
-def test_settings_file_is_checked(folders, lines, verdict, said):
-    file = folders / "run.yaml"
-    file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "output_dir": folders}.items()))
-    try:
-        settings = read_settings(str(file))
-    except ValueError as error:
-        settings = error
-    found = checks.examine(load_pair(str(folders / "student"), str(folders / "teacher")), settings)
-    one = next(one for one in found if one.name == "settings")
-    assert (one.verdict, said in one.said) == (verdict, True), one
 
 
 def test_config_file_gives_models_and_loading_options(folders):
@@ -346,22 +275,24 @@ def test_config_file_gives_models_and_loading_options(folders):
         "attn_implementation": "eager", "output_dir": f"{folders}", "model_init_kwargs": {"local_files_only": True},
     }  # fmt: skip
     file.write_text(json.dumps(options))
-    settings = read_settings(str(file))
-    assert [one.get("attn_implementation") for one in loading(settings)] == ["eager", "eager"]
-    assert [one.get("local_files_only") for one in loading(settings)] == [True, None]
-    found = load_pair(*models_of(settings), settings=settings)
-    assert [one.model.config._attn_implementation for one in (found.student, found.teacher)] == ["eager", "eager"]
+    made = pair_of(None, None, file)
+    loading = [made.options[f"{name}model_init_kwargs"] for name in ("", "teacher_")]
+    assert [one.get("attn_implementation") for one in loading] == ["eager", "eager"]
+    assert [one.get("local_files_only") for one in loading] == [True, None]
+    assert (made.student, made.teacher) == (str(folders / "student"), str(folders / "teacher"))
     done = doctor("--config", file)
     assert done.exit_code == 0, done.output
-    assert "Ready: 18 of 18 checks passed" in done.stdout
 
     del options["teacher_model_name_or_path"]
     file.write_text(json.dumps({**options, "teacher_model_kind": "live"}))
-    assert models_of(read_settings(str(file))) == (options["model_name_or_path"],) * 2
-    file.write_text(json.dumps({"output_dir": f"{folders}"}))
+    assert pair_of(None, None, file).teacher == options["model_name_or_path"]
+    file.write_text(json.dumps(options))
     done = doctor("--config", file)
     assert done.exit_code == 2
     assert "expected STUDENT and TEACHER, or a --config FILE that sets both" in " ".join(done.stderr.split())
+    file.write_text("learning_rte: 0.1")
+    done = doctor(folders / "student", folders / "teacher", "--config", file)
+    assert (done.exit_code, "learning_rate" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
@@ -369,15 +300,9 @@ def test_multimodal_checkpoints_are_examined_as_a_training_loads_them(family, tm
     model = vision_language.model(family, 32, 0)
     model.save_pretrained(tmp_path)
     words().save_pretrained(tmp_path)
-    for is_tiny in (False, True):
-        found = load_pair(str(tmp_path), str(tmp_path), tiny=is_tiny)
-        assert [type(one.model) for one in (found.student, found.teacher)] == [type(model)] * 2
-        assert len(found.student.tokenizer.get_vocab()) == tiny.VOCABULARY
-        of = verdicts(all_found := checks.examine(found))
-        assert (of["failed"], of["skipped"]) == ([], []), all_found
-        said = {one.name: one.said for one in all_found if one.verdict == "warning"}
-        assert list(said) == ["student's gradients"]
-        assert "visual" in said["student's gradients"] or "vision" in said["student's gradients"]
+    found = checks.examine(made := pair_of(str(tmp_path), str(tmp_path)))
+    assert [type(one) for one in (made.trainer.model, made.trainer.teacher_model)] == [type(model)] * 2
+    assert verdicts(found) == HEALTHY, found
 
 
 def test_teacher_without_tokenizer_warns(folders):
@@ -385,8 +310,8 @@ def test_teacher_without_tokenizer_warns(folders):
         file.unlink()
     done = doctor(folders / "student", folders / "teacher", "--json")
     odd = {one["name"]: one["said"] for one in json.loads(done.stdout)["checks"] if one["verdict"] != "ok"}
-    assert (done.exit_code, list(odd)) == (0, ["tokenizers"])
-    assert "has no tokenizer to compare" in odd["tokenizers"]
+    assert (done.exit_code, list(odd)) == (0, ["start"])
+    assert "has no tokenizer to compare" in odd["start"]
 
 
 def test_equal_models_pass_the_loss_check():
@@ -394,16 +319,6 @@ def test_equal_models_pass_the_loss_check():
     found = {one.name: one for one in checks.examine(pair(student, copy.deepcopy(student)))}
     assert found["loss"].verdict == "ok"
     assert float(found["loss"].said.split("forward_kl ")[1].split(",")[0]) < 1e-6
-
-
-@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "mamba"])
-def test_tiny_models_of_families_whose_layers_differ_are_built(family, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
-    config = importlib.import_module("toys").config_of(family, 259)
-    assert config.num_hidden_layers == 4
-    made = without_weights(shrunk(config), torch.float32)
-    assert made.config.num_hidden_layers == 2
-    assert torch.isfinite(made(input_ids=torch.arange(3, 9)[None]).logits).all()
 
 
 def test_a_missing_model_is_bad_usage(folders):
@@ -420,22 +335,11 @@ def test_weights_that_a_checkpoint_lacks_are_named(folders):
         made.save_pretrained(
             folders / role, state_dict={name: whole[name] for name in whole if "layers.1.mlp" not in name}
         )
-        done = doctor(folders / "student", folders / "teacher")
+        done = doctor(folders / "student", folders / "teacher", "--json")
         made.save_pretrained(folders / role)
-        said = " ".join(done.stderr.split())
-        assert (done.exit_code, f"`{role}='{folders / role}'`: the checkpoint lacks" in said) == (2, True)
+        [said] = [one["said"] for one in json.loads(done.stdout)["checks"] if one["verdict"] == "failed"]
+        assert (done.exit_code, "the checkpoint lacks weights" in said) == (1, True)
         assert "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight, model.layers.1.mlp.up" in said
-
-
-def test_checks_go_on_after_one_that_raises_anything(monkeypatch):
-    def broken(_):
-        raise RuntimeError("no such kernel")
-
-    first, *others = checks.CHECKS
-    monkeypatch.setattr(checks, "CHECKS", (replace(first, run=broken), *others))
-    found = checks.examine(pair())
-    assert (found[0].verdict, found[0].said) == ("failed", "no such kernel")
-    assert len(found) == len(others) + 2
 
 
 def test_comparable_part_of_another_tokenizers_teacher_is_said(folders):

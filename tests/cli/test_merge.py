@@ -14,8 +14,8 @@ from support import tiny
 from transformers import AutoModelForCausalLM
 
 from trl_opsd.cli.main import app
-from trl_opsd.cli.train.experts import AFTER, AVERAGE, BEFORE, Experts, Metric, experts_of, table
-from trl_opsd.cli.train.script import main
+from trl_opsd.cli.merge import AFTER, AVERAGE, BEFORE, Experts, Metric, experts_of, table
+from trl_opsd.cli.train import main
 from trl_opsd.teacher.build import average_of
 
 WORDS = tiny.tokenizer()
@@ -74,7 +74,7 @@ def loaded(path: Path) -> Any:
 
 
 def test_everybody_is_measured_and_the_student_is_trained(disk, tmp_path, capsys):
-    trainer = main(["--config", file(disk, tmp_path, report=True, max_steps=2)])
+    trainer = main(["--config", file(disk, tmp_path, max_steps=2)])
     run = tmp_path / "run"
     found = json.loads((run / "experts.json").read_text())["accuracy"]
     average = loaded(disk / "one")
@@ -94,7 +94,6 @@ def test_everybody_is_measured_and_the_student_is_trained(disk, tmp_path, capsys
     lines = table(found, {"one": 3, "two": 3})
     assert "\n".join(lines) in capsys.readouterr().out
     assert (run / "README.md").read_text().rstrip().endswith("\n".join(lines))
-    assert "share of the headroom" in (run / "report.html").read_text()
     assert {*trainer.teachers} == {"one", "two"}
     assert {"rewards/one/mean", "rewards/two/mean"} & {name for row in trainer.state.log_history for name in row}
 

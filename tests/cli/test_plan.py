@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from PIL import Image
 from support import tiny, vision_language
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -23,7 +22,8 @@ from typer.testing import CliRunner
 
 from trl_opsd._compat.versions import CACHE
 from trl_opsd.cli.main import app
-from trl_opsd.cli.plan.memory import (
+from trl_opsd.cli.options import OptionParser
+from trl_opsd.cli.plan import (
     SHARE,
     Choice,
     Load,
@@ -31,14 +31,11 @@ from trl_opsd.cli.plan.memory import (
     engine_bytes,
     host_bytes,
     loss,
-    loss_tile,
+    options,
     phases,
-    seconds,
+    shape_of,
     tracer,
 )
-from trl_opsd.cli.plan.shapes import Images, shape_of
-from trl_opsd.cli.plan.shown import options
-from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.models.weights import cached_numbers, cached_per_token
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -137,9 +134,8 @@ def test_memory_grows_with_the_load_and_shrinks_with_devices():
 def test_loss_tiles_are_planned_as_the_loss_makes_them():
     """`test_cost.py` has the loss itself."""
     loads = [replace(LOAD, memory=size * 10**9) for size in (0, 24, 80)]
-    tiles = [loss_tile(of("1.5b"), of("7b"), 9999, load)[0] for load in loads]
-    assert tiles == [246, 240, 480]
-    assert loss(of("1.5b"), of("7b"), 9999, loads[-1])[0] == 151936 * 480 * (16 + 2)
+    tiles = [loss(of("1.5b"), of("7b"), 9999, load)[0] for load in loads]
+    assert tiles == [151936 * tokens * (16 + 2) for tokens in (246, 240, 480)]
 
 
 BY_HAND = {
@@ -307,27 +303,22 @@ def test_what_an_anchor_adds(student, teacher, kept):
     assert more["scoring"] == max(theirs[0] + resting, theirs[1] + 4 * reads) - theirs[0] + targets
     hosts = [host_bytes(student, teacher, one, choice) for one in (load, with_it)]
     assert hosts[1] - hosts[0] == (4 * student.parameters if kept in ("cpu", "stream") else 0)
-    spent = [seconds(student, teacher, one, choice) for one in (load, with_it)]
-    assert spent[1]["scoring"] > spent[0]["scoring"]
-    assert spent[1]["training"] > spent[0]["training"]
 
 
 def test_an_anchor_has_two_more_tiles_of_logits():
     """Of the student as it was passed, and a copy of the student's; so a tile has fewer tokens."""
     load = replace(LOAD, origin=True)
-    assert loss_tile(of("1.5b"), of("7b"), 9999, load) == (164, 151936 * 164 * (16 + 8 + 2))
+    assert loss(of("1.5b"), of("7b"), 9999, load)[0] == 151936 * 164 * (16 + 8 + 2)
 
 
 def test_what_a_contrast_adds():
-    """A tile of logits, as was measured, targets of a second context, and the time to read it."""
+    """A tile of logits, as was measured, and targets of a second context."""
     shapes, alone = (of("1.5b"), of("7b")), replace(LOAD, length=1024)
     both = replace(alone, contrast=True)
     assert loss(*shapes, 9999, both)[0] == 151936 * 197 * (3 * 4 + 8 + 2)
     choice = Choice("single", "none", 8)
     targets = [phases(*shapes, one, choice, a_gigabyte)["training"]["targets"] for one in (alone, both)]
     assert targets == [2 * 8 * 1024 * 3584, 4 * 8 * 1024 * 3584]
-    spent = [seconds(*shapes, one, choice) for one in (alone, both)]
-    assert spent[1]["scoring"] == 2 * spent[0]["scoring"]
 
 
 @pytest.mark.parametrize(("flag", "phase"), [("--origin", "rollout"), ("--contrast", "training")])
@@ -337,39 +328,6 @@ def test_the_command_counts_it(planned, flag, phase):
         answer = json.loads(planned(*_SHORT, "--json", *flags).stdout)
         peaks.append(sum(answer["phases"][phase].values()))
     assert peaks[1] > peaks[0]
-
-
-def test_seconds_follow_the_rates():
-    shapes, choice = (of("0.5b"), of("7b")), Choice("single", "stream", 8, "vllm")
-    found = seconds(*shapes, LOAD, choice)
-    slower = seconds(*shapes, replace(LOAD, flops=40e12, bandwidth=200e9), choice)
-    assert found["rollout"] > 512 * 2 * shapes[0].parameters / LOAD.bandwidth, "each token reads all weights"
-    assert slower["rollout"] - 512 * 3e-3 == pytest.approx(10 * (found["rollout"] - 512 * 3e-3))
-    assert slower["training"] == pytest.approx(10 * found["training"])
-    assert found["scoring"] == pytest.approx(2 * shapes[1].parameters / 32e9), "the link is the bottleneck"
-
-
-@pytest.mark.quick
-def test_generation_by_transformers_waits_for_its_python_loop():
-    """Issues name 40 to 80 seconds for 2,048 steps of a 7B model, and 16.5 for the traffic of its weights alone."""
-    student, load = of("7b"), replace(LOAD, length=2048)
-
-    def generates(engine: str, load: Load = load) -> float:
-        return seconds(student, student, load, Choice("single", "none", 8, engine))["rollout"]
-
-    assert 40 < generates("transformers") < 80
-    assert generates("vllm") == pytest.approx(16.5 + 2048 * 3e-3, abs=0.1)
-    assert generates("transformers", replace(load, lora=16)) == pytest.approx(2048 * 28 * (52 + 49) * 15e-6, rel=0.01)
-
-
-@pytest.mark.quick
-def test_a_token_of_an_engine_takes_milliseconds():
-    """Weights alone would be 0.5 ms for a 0.5B; five to ten times that is what engines take."""
-    student, longer = of("0.5b"), replace(LOAD, length=1024)
-    for engine in ("vllm", "vllm, sleeping", "server"):
-        choice = Choice("single", "none", 8, engine)
-        spent = [seconds(student, student, one, choice)["rollout"] for one in (LOAD, longer)]
-        assert 2.5e-3 < (spent[1] - spent[0]) / 512 < 5.5e-3
 
 
 @pytest.mark.quick
@@ -412,7 +370,7 @@ def test_what_cannot_fit_is_not_traced():
 def test_printed_options_are_read_by_train(planned, arguments, tmp_path):
     done = planned(*arguments, "--batch", 2, "--prompt", 64, "--length", 64)
     assert done.exit_code == 0, done.output
-    table, _, told = done.stdout.partition("\nFits with micro-batches of 256 tokens; ")
+    table, _, told = done.stdout.partition("\nFits. ")
     assert max(map(len, table.splitlines())) <= 80
     first, text, *_ = told.split("\n\n")
     command, written = first.rpartition(", then run ")[2], yaml.safe_load(text)
@@ -459,7 +417,7 @@ def test_engine_takes_its_share_unless_it_sleeps(lora, resting):
         assert sum(learns.values()) == sum(alone.values()) + held[2]
         assert "KV cache" not in one.phases["rollout"]
         assert one.host - other.host == (resting * student.parameters if (one.choice.engine == "vllm, sleeping") else 0)
-        told = options(one, "a", "b", load, student)
+        told = options(one, "a", "b", load)
         assert told["vllm_gpu_memory_utilization"] == one.engine_share
         assert told.get("vllm_enable_sleep_mode", False) is (one.choice.engine == "vllm, sleeping")
     apart = considered(*given, engine="server", **traced)
@@ -486,7 +444,7 @@ def test_placement_that_does_not_fit_names_its_largest_part(planned):
     assert done.exit_code == 1
     assert "the largest part is `optimizer` with 12.4 GB." in " ".join(done.stdout.split())
     found = json.loads(planned(*_SHORT, "--gpu-memory", 8, "--json", **given).stdout)
-    assert (found["fits"], found["reason"] is not None) == (False, True)
+    assert found["fits"] is False
     assert {one["fits"] for one in found["placements"]} == {False}
 
 
@@ -530,61 +488,13 @@ def is_kept(value) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1
 
 
-# ---- Images ----------------------------------------------------------------------------------------------------------
-
-
-def test_images_of_qwen2_5_vl_equal_sums_by_hand():
-    """Of 1036 x 1036 pixels: 74 x 74 patches of 14, 2 x 2 of which are a token, each twice (temporal patches)."""
-    text = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"))
-    read = Images(37**2, 74**2, pixels := 4 * 3 * 2 * 1036**2, 32, 1280, inside := 10 * 1280 + 3 * 3420)
-    student = replace(text, images=read)
+def test_a_vision_tower_is_outside_of_the_layers():
+    student = of("vl-7b")
     block = 4 * 1280**2 + 4 * 1280 + 2 * 1280 + 3 * 1280 * 3420 + 2 * 3420 + 1280
     merger = 1280 + 5120**2 + 5120 + 5120 * 3584 + 3584
     tower = 3 * 2 * 14**2 * 1280 + 32 * block + merger
     assert student.parameters == 7_615_616_512 + tower == 8_292_166_656, "as published"
     assert student.rest == tower + 3584, "and the last norm"
-    load = replace(LOAD, batch=4, prompt=100, length=100)
-    choice = Choice("single", "stream", 2)
-    found = phases(student, student, load, choice, a_gigabyte)
-    assert pixels == 25_759_104
-    assert [found[phase]["pixels"] for phase in ("rollout", "training")] == [4 * pixels, 2 * pixels]
-    assert found["rollout"]["vision tower"] == 4 * 74**2 * 2 * inside == 1_010_212_480
-    assert found["training"]["vision tower"] == 2 * 74**2 * 2 * (32 * 1280 + 2 * inside) == 1_907_400_320
-    kept = phases(student, student, replace(load, checkpointing=False), choice, a_gigabyte)["training"]
-    assert kept["vision tower"] == 2 * 74**2 * 2 * (32 + 2) * inside
-    row = 100 + 37**2 + 100
-    assert found["rollout"]["KV cache"] == 4 * row * 2 * 28 * 4 * 128 * 2
-    rows_of_pass = 3_000_000_000 // (row * (2 * (10 * 3584 + 3 * 18944) + row))
-    assert found["scoring"]["pixels"] == min(rows_of_pass, 4) * pixels
-    assert found["scoring"]["vision tower"] == min(rows_of_pass, 4) * 74**2 * 2 * inside
-    on_device = student.head + student.embeddings + tower + 3584 + 2 * student.layer
-    assert found["scoring"]["active teacher"] == 2 * on_device
-    hosts = [host_bytes(student, teacher, load, Choice("single", "none", 2)) for teacher in (student, text)]
-    assert hosts == [8 * 2**25] * 2, "of this step and the next, pinned; the teacher reads the same, or none"
-
-
-@pytest.fixture
-def sees(tmp_path):
-    """The folder of a model with its processor: an image is four tokens between two others and line breaks."""
-    vision_language.model("gemma3", 32, 0, sees=True, max_position_embeddings=256).save_pretrained(tmp_path / "sees")
-    vision_language.processor("gemma3").save_pretrained(tmp_path / "sees")
-    return tmp_path / "sees"
-
-
-def test_images_are_counted_by_the_processor(sees, tmp_path):
-    tiny.qwen2(32).config.save_pretrained(tmp_path / "text")
-    command = ["plan", str(sees), str(tmp_path / "text"), "--batch", "1", "--prompt", "16", "--length", "16"]
-    given = [*command, *["--image", "40x60"] * 2, "--engine", "transformers"]
-    found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
-    processor = vision_language.processor("gemma3")
-    pictures = [Image.new("RGB", (60, 40))] * 2
-    read, alone = (processor(text=text, images=images) for text, images in (("<boi><boi>", pictures), ("", None)))
-    tokens = len(read["input_ids"][0]) - len(alone["input_ids"][0])
-    assert list(found["images"]) == ["student"], "the teacher reads text"
-    of_student = found["images"]["student"]
-    assert [of_student[name] for name in ("tokens", "positions", "pixels")] == [tokens, 10, 2 * 4 * 3 * 32**2]
-    assert "pixels" not in found["phases"]["scoring"]
-    assert re.search(r"^ *vision tower +[\d.]+ +[\d.]+ *$", CliRunner().invoke(app, given).stdout, re.MULTILINE)
 
 
 def test_a_window_bounds_the_cache():
@@ -595,18 +505,6 @@ def test_a_window_bounds_the_cache():
     assert config.layer_types == ["sliding_attention", "full_attention"]
     assert cached_per_token(config) * 64 > numbers[1] > numbers[0]
     assert numbers[1] - numbers[0] <= 48 * cached_per_token(config) // 2
-
-
-def test_rows_beyond_the_context_of_either_model_are_bad_usage(tmp_path):
-    for role, contexts in {"student": (64, 256), "teacher": (256, 64)}.items():
-        for name, context in zip(("a", "b"), contexts, strict=True):
-            tiny.qwen2(32, max_position_embeddings=context).config.save_pretrained(tmp_path / name)
-        models = [str(tmp_path / name) for name in "ab"]
-        done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "49", "--no-bf16"])
-        assert done.exit_code == 2
-        assert f"65 tokens, but the {role}'s context has 64" in done.stderr
-    done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "48", "--no-bf16"])
-    assert done.exit_code == 0, done.output
 
 
 def test_plan_of_a_small_self_teacher_is_in_mb(tmp_path):
@@ -623,5 +521,5 @@ def test_plan_of_a_small_self_teacher_is_in_mb(tmp_path):
 
 
 def test_plan_imports_no_trainer_and_no_engine():
-    code = "import sys, trl_opsd.cli.plan.shown; assert not {'trl', 'vllm', 'deepspeed'} & set(sys.modules)"
+    code = "import sys, trl_opsd.cli.plan; assert not {'trl', 'vllm', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 
 import trl_opsd
 from trl_opsd import ServerError
+from trl_opsd.cli import launch
+from trl_opsd.cli import train as script
 from trl_opsd.cli.main import app, explained
-from trl_opsd.cli.train import launch, script
-from trl_opsd.cli.train.options import OptionParser
+from trl_opsd.cli.options import OptionParser
 
 ROOT = Path(trl_opsd.__file__).resolve().parent
 CONFIGS = ROOT / "accelerate_configs"

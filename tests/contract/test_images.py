@@ -66,6 +66,16 @@ def test_training_on_images_equals_trl(tmp_path, family, lora):
     torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("blind", ["model", "teacher_model"])
+def test_model_that_does_not_see_is_refused(tmp_path, blind):
+    given = models("gemma3")
+    for weight in given[blind].model.multi_modal_projector.parameters():
+        torch.nn.init.zeros_(weight)
+    args = OPSDConfig(**tiny.options(tmp_path, max_steps=1))
+    with pytest.raises(ValueError, match="it does not see them"):
+        OPSDTrainer(args=args, train_dataset=rows([1] * 4), rollout=Answering(answer), **given).train()
+
+
 # ---- Against each row alone, in float64 ------------------------------------------------------------------------------
 
 

@@ -81,7 +81,7 @@ def command(folder: Path) -> None:
         assert args.module
         forks.launch(Path(args.config_file).stem, module, args.training_script, args.training_script_args)
 
-    with mock.patch("trl_opsd.cli.train.launch.launch_command", started):
+    with mock.patch("trl_opsd.cli.launch.launch_command", started):
         app(["train", "--accelerate_config", "zero3_cpu", *listed(given)], prog_name="trl-opsd", standalone_mode=False)
 
 

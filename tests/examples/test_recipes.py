@@ -12,7 +12,7 @@ import yaml
 from datasets import Dataset
 from support import tiny
 
-from trl_opsd.cli.train.experts import Experts
+from trl_opsd.cli.merge import Experts
 from trl_opsd.teacher.teachers import Teachers
 
 RECIPES = Path(train.__file__).parent / "recipes"

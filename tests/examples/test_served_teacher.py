@@ -15,8 +15,8 @@ import train
 import yaml
 from support import serving, tiny
 
-from trl_opsd.cli.train.options import OptionParser
-from trl_opsd.cli.train.script import set_loading
+from trl_opsd.cli.options import OptionParser
+from trl_opsd.cli.train import set_loading
 from trl_opsd.http.urls import server_urls
 
 FILES = sorted((Path(train.__file__).parent / "served_teacher").glob("*.yaml"))

@@ -15,8 +15,8 @@ from support import tiny
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from trl_opsd.cli.train.options import OptionParser
-from trl_opsd.cli.train.script import loaded
+from trl_opsd.cli.options import OptionParser
+from trl_opsd.cli.train import loaded
 from trl_opsd.methods import Anchor, made
 
 

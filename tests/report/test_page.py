@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
 from trl_opsd.report.page import charts, picture, write
-from trl_opsd.report.records import Recorded, append, recorded_in, state_file, tell
+from trl_opsd.report.records import Recorded, append, recorded_in, tell
 from trl_opsd.report.samples import Sample, Token
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -83,9 +82,6 @@ def test_curves_are_numbers_of_the_log(made):
     assert list(curves(found["Seconds of a step"])) == ["generate, training"]
     assert [found["Divergence"].shown(value) for value in (1.0, 0.01, float("nan"))] == ["1.000", "0.010", "–"]
     assert found["Learning rate"].shown(1e-6) == "1.00e-06"
-    rows = found["Divergence"].rows
-    assert len(rows) <= 40
-    assert [rows.index[0], rows.index[-1]] == [0, 100]
     text = made([], LOG)
     assert "<dt>Time since the last start</dt><dd>2 min 5 s</dd>" in text
     assert "<dt>Reward, eval</dt><dd>0.250 → 0.750</dd>" in text
@@ -180,7 +176,7 @@ def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
         True,
     )
     missing = asked(tmp_path / "nowhere")
-    assert (missing.exit_code, "no such folder" in missing.output) == (2, True)
+    assert (missing.exit_code, "nowhere has no log" in missing.output) == (2, True)
 
     run = tmp_path / "run"
     trainer = make_trainer(output_dir=str(run), max_steps=2, logging_steps=1, save_strategy="steps", save_steps=1)
@@ -195,34 +191,6 @@ def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
     assert "<dd>1</dd>" in elsewhere.read_text(), "the log of that checkpoint"
     unwritable = asked(run / "checkpoint-1", "-o", tmp_path / "no" / "such" / "folder.html")
     assert unwritable.exit_code == 2
-
-
-def run_with_log(folder, values, **said):
-    log = [{"step": step, "divergence/mean": one} for step, one in enumerate(values, 1)]
-    log += [{"step": step, "eval_divergence/mean": one / 2, "eval_runtime": 1.0} for step, one in enumerate(values, 1)]
-    tell(folder, said)
-    state_file(folder).write_text(json.dumps({"global_step": len(values), "log_history": log}))
-    return folder
-
-
-def test_two_runs_share_charts_and_figures(tmp_path):
-    first = run_with_log(tmp_path / "first", [3.0, 0.5, 1.0], student="small", objective="kl")
-    second = run_with_log(tmp_path / "second", [4.0, 2.0], student="large", objective="kl")
-    done = CliRunner().invoke(app, ["report", str(first), str(second)])
-    assert (done.exit_code, done.stdout.strip()) == (0, str(first / "comparison.html")), done.output
-    made = (first / "comparison.html").read_text()
-    assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", made) == [
-        ("Divergence, first, training", "3.000 → 1.000"),
-        ("Divergence, first, eval", "1.500 → 0.500"),
-        ("Divergence, second, training", "4.000 → 2.000"),
-        ("Divergence, second, eval", "2.000 → 1.000"),
-        ("student", "first: small | second: large"),
-    ]
-    assert "<tr><th>3</th><td>1.000</td><td>0.500</td><td>–</td><td>–</td></tr>" in made
-    for wrong, why in ((tmp_path / "nowhere", ": no such folder"), (tmp_path, " has no log")):
-        failed = CliRunner().invoke(app, ["report", str(first), str(wrong)])
-        assert (failed.exit_code, f"{wrong}{why}" in failed.output) == (2, True), failed.output
-    assert not (first / "report.html").exists()
 
 
 # ---- In a browser ----------------------------------------------------------------------------------------------------
@@ -274,7 +242,7 @@ def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address, tmp_
     assert re.search(r"é\s+75.0 %", panel.inner_text())
 
     view.locator("h1").hover()
-    for _ in range(40):  # past the tables' summaries, to the first completion
+    for _ in range(40):  # to the first completion
         view.keyboard.press("Tab")
         if view.evaluate("document.activeElement.dataset.v"):
             break

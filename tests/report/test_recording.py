@@ -15,14 +15,11 @@ from datasets import Image as ImageFeature
 from environments.worlds import END, call, given, rows
 from PIL import Image, ImageColor
 from support import tiny, vision_language
-from transformers import TrainerState
 
 from trl_opsd import FixedRollout, HFRollout
 from trl_opsd.report.page import write
-from trl_opsd.report.recording import Recording
 from trl_opsd.report.records import log_of, recorded_in
-from trl_opsd.report.samples import CHUNK, TEXT, TOKENS, Sample
-from trl_opsd.types import Rollout
+from trl_opsd.report.samples import CHUNK, TEXT, TOKENS
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
 
@@ -98,21 +95,6 @@ def test_report_does_not_change_the_training(trained, tmp_path):
         assert f"<dt>{topic}</dt><dd>{said}" in page
     of_ends = [one for one in found if (one.split, one.step) != ("eval", 2)]
     assert page.count('class="tokens"') == sum(len(one.samples) for one in of_ends)
-
-
-def test_last_sample_prefers_prompts_of_first_sample(tmp_path):
-    recording, state = Recording(str(tmp_path), dict), TrainerState(max_steps=9)
-
-    def note(step, prompts):
-        state.global_step = step
-        rollout = Rollout.of(prompts, [[1]] * len(prompts), torch.device("cpu"))
-        recording.note(state, True, rollout, lambda rows: [Sample(str(prompts[row]), None, (), False) for row in rows])
-
-    note(0, [[1], [2], [3], [4]])
-    note(8, [[9], [8], [7], [6], [3], [5], [4]])
-    first, last = ({one.prompt for one in found.samples} for found in recorded_in(tmp_path))
-    assert first == {"[1]", "[2]", "[3]", "[4]"}
-    assert first & last == {"[3]", "[4]"}
 
 
 def test_resumed_run_continues_report_and_new_run_replaces_it(make_trainer, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from support import tiny
@@ -13,15 +11,14 @@ pytest.importorskip("vllm")
 from vllm_lab import student
 
 from trl_opsd._compat.vllm.engine import VLLMEngine
-from trl_opsd.cli.doctor import checks
-from trl_opsd.cli.doctor.pair import Pair, Side
+from trl_opsd.cli import doctor as checks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("engines_are_shared")]
 
 
 def examine(model) -> dict:
     words = tiny.tokenizer()
-    pair = Pair(Side("student", model, words), Side("teacher", tiny.qwen2(48, seed=1).eval(), words))
+    pair = checks.Pair(model, tiny.qwen2(48, seed=1), words, teacher_tokenizer=words)
     return {one.name: one for one in checks.examine(pair, vllm=True)}
 
 
@@ -30,9 +27,7 @@ def test_stale_engine_fails_one_check_a_fresh_one_none(tmp_path, monkeypatch):
     model = student(tmp_path).eval()
     found = examine(model)
     assert [one for one in found.values() if one.verdict != "ok"] == []
-    tokens, apart = re.search(r"^(\d+) tokens.* ([\d.e+-]+) nats", found["vLLM rollout"].said).groups()
-    assert int(tokens) > 3
-    assert float(apart) < 1e-3
+    assert int(found["vLLM rollout"].said.split()[0]) > 3
 
     with torch.no_grad():  # a hundredth part of each weight, which changes hardly any of its likeliest tokens
         for part in model.parameters():

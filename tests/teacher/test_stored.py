@@ -46,9 +46,9 @@ def teachers():
 def written(make_trainer, tmp_path):
     """Writes targets, and returns their folder."""
 
-    def written(format="states", top_k=8, **given):
+    def written(top_k=None, **given):
         trainer = make_trainer(**{**OPTIONS, **given})
-        write_targets(trainer, tmp_path / "targets", format, top_k)
+        write_targets(trainer, tmp_path / "targets", top_k)
         return tmp_path / "targets"
 
     return written
@@ -124,13 +124,13 @@ def test_top_k_keeps_each_token_and_exact_mass_of_others():
 
 
 def test_top_k_targets_train_like_buckets_of_the_teacher(trained, written):
-    folder = written("topk", top_k=3)
+    folder = written(top_k=3)
     kept = {"teacher_model": None, "teacher_targets": str(folder)}
     losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
     everything = outcome(trained(**OPTIONS, divergence="forward_kl"))[0]
     assert 0 < losses[0] < everything[0]
     shutil.rmtree(folder)
-    written("topk", top_k=tiny.VOCABULARY)
+    written(top_k=tiny.VOCABULARY)
     losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
     assert losses[0] == pytest.approx(everything[0], rel=1e-5)
 
@@ -308,7 +308,7 @@ def test_rows_of_another_teacher_are_named(trained, written, tmp_path):
 def test_folder_with_other_targets_is_not_added_to(written):
     folder = written()
     before = (folder / HEADER).read_bytes()
-    for given in ({"format": "topk"}, {"teacher_model": tiny.qwen2(48, seed=5)}, {"processing_class": OTHER}):
+    for given in ({"top_k": 8}, {"teacher_model": tiny.qwen2(48, seed=5)}, {"processing_class": OTHER}):
         with pytest.raises(ValueError, match="has the targets of another run"):
             written(**given)
     assert (folder / HEADER).read_bytes() == before
@@ -326,8 +326,8 @@ def test_base_of_a_student_need_not_be_kept(make_trainer, trained, tmp_path):
     assert_same(outcome(trained(**options())), outcome(stored))
 
 
-@pytest.mark.parametrize("format", ["states", "topk"])
-def test_targets_of_a_teacher_of_ones_own_are_written(written, format):
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_targets_of_a_teacher_of_ones_own_are_written(written, top_k):
     class Mine(Teacher):
         reader = FrozenTeacher(Resident(tiny.qwen2(48, 1), torch.device("cpu")))
         head, context = reader.head, None
@@ -335,7 +335,7 @@ def test_targets_of_a_teacher_of_ones_own_are_written(written, format):
         def targets(self, rollout):
             return TeacherTargets(hidden=self.reader.targets(rollout).hidden)
 
-    assert len(Store(written(format, teacher_model=Mine())).rows) == 8
+    assert len(Store(written(top_k, teacher_model=Mine())).rows) == 8
 
 
 def test_server_of_tokens_is_kept_as_it_told(make_trainer, trained, tmp_path):

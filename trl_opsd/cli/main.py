@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
@@ -26,7 +26,7 @@ def train(context: typer.Context) -> None:
 
     Exit status: 0, 1 if the run failed, 2 for a wrong option, model or row, 143 if SIGTERM stopped it.
     """
-    from trl_opsd.cli.train.launch import run  # imports torch
+    from trl_opsd.cli.launch import run  # imports torch
 
     run(context.args, "trl-opsd train", traceback=context.obj)
 
@@ -42,27 +42,19 @@ def merge(
     """
     if "experts:" not in experts.read_text(encoding="utf-8"):
         raise ValueError(f"{experts} has no `experts`: expected names with {{model: ..., dataset: ..., metric: ...}}.")
-    from trl_opsd.cli.train.launch import run  # imports torch
+    from trl_opsd.cli.launch import run  # imports torch
 
     run(["--config", str(experts), *context.args], "trl-opsd merge", traceback=context.obj)
-
-
-class TargetFormat(StrEnum):
-    """What is kept of a teacher."""
-
-    states = "states"
-    topk = "topk"
 
 
 def targets(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("targets"),
-    format: Annotated[
-        TargetFormat,
-        typer.Option(help="Hidden states, for every objective, or the log-probabilities of the likeliest tokens."),
-    ] = TargetFormat.states,
-    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Of these, how many.")] = 64,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", min=1, help="Log-probabilities of so many likeliest tokens instead of hidden states."),
+    ] = None,
 ) -> None:
     """Has the teacher score each completion once, and keeps what it said: training then needs no teacher.
 
@@ -70,10 +62,10 @@ def targets(
     the options of `trl-opsd train` too, and goes on where an earlier run ended. Train with `teacher_targets`.
     """
     from trl_opsd.cli import targets as command  # imports torch
-    from trl_opsd.cli.train.launch import run
+    from trl_opsd.cli.launch import run
 
-    words = ["targets", str(config), "--out", str(out), "--format", format.value, "--top-k", str(top_k)]
-    work = partial(command.main, out=str(out), format=format.value, top_k=top_k)
+    words = ["targets", str(config), "--out", str(out), *(["--top-k", str(top_k)] if top_k else [])]
+    work = partial(command.main, out=str(out), top_k=top_k)
     given = [] if "--config" in context.args else ["--config", str(config)]  # there, in a process of a launch
     run([*given, *context.args], "trl-opsd targets", traceback=context.obj, words=words, work=work)
 
@@ -82,44 +74,22 @@ def audit(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
     rows: Annotated[int, typer.Option(min=4, help="Rows that the student completes.")] = 32,
-    candidate: Annotated[
-        list[str] | None, typer.Option(help="Folder or Hub id of another teacher; may be given several times.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page. Default: audit.html in the `output_dir`.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tells before a training whether its teacher will help, from a few dozen completions of the student.
 
     What it says of each token and how much of that is noise, whether that goes with the rewards, whether it writes
     better completions itself, and whether it recovers from the student's mistakes. Takes the options of `trl-opsd
-    train` too; runs in one process, and changes nothing.
+    train` too, such as `--teacher_model_name_or_path` for another teacher; runs in one process, and changes nothing.
 
-    Exit status: 0, 1 if no verdict is helps or unknown, 2 for a wrong option, model or row.
+    Exit status: 0, 1 if the verdict is neither helps nor unknown, 2 for a wrong option, model or row.
     """
-    from contextlib import redirect_stdout
-    from tempfile import TemporaryDirectory
+    from trl_opsd.cli.audit import document, of_run, screen, verdict  # imports torch
 
-    from trl_opsd.cli.audit.measure import audit as measured  # imports torch
-    from trl_opsd.cli.audit.shown import document, screen, write_page
-    from trl_opsd.cli.audit.verdict import verdict
-    from trl_opsd.cli.train.options import OptionParser
-    from trl_opsd.cli.train.script import build, leave_nothing, read
-
-    found, parser = [], OptionParser(prog="trl-opsd audit")
-    with redirect_stdout(sys.stderr), TemporaryDirectory(prefix="trl_opsd-audit-") as nowhere:
-        for name in [None, *(candidate or ())]:
-            teacher = [] if name is None else ["--teacher_model_name_or_path", name]
-            given, task = read(["--config", str(config), *context.args, *teacher], parser)
-            page = output or Path(given.config.output_dir) / "audit.html"
-            leave_nothing(given.config, nowhere)
-            trainer = build(given, task)
-            found.append(measured(trainer, rows, name or "as configured"))
-            trainer.rollout.close()
-        write_page(found, config.stem, page)
-    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
-    raise typer.Exit(int(not any(verdict(one).word in ("helps", "unknown") for one in found)))
+    with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
+        found = of_run(["--config", str(config), *context.args], rows)
+    print(document(found) if as_json else screen(found))
+    raise typer.Exit(int(verdict(found).word not in ("helps", "unknown")))
 
 
 def doctor(
@@ -133,38 +103,21 @@ def doctor(
         Path | None,
         typer.Option(help="YAML file of `trl-opsd train`: sets how to load the models, and is checked too."),
     ] = None,
-    tiny: Annotated[
-        bool,
-        typer.Option("--tiny", help="Replace each model's layers by two small random ones; heads keep their size."),
-    ] = False,
     vllm: Annotated[bool, typer.Option("--vllm", help="Start vLLM too, and check its completions.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Checks whether a student can be distilled from a teacher, before spending GPU time.
 
-    Tokenizers and chat template; heads, padding and gradients of both models; the loss against its float64 reference;
-    precision; generation; settings and versions. Models are loaded in float32.
+    Starts a training with all of its checks, and takes a step; checks the chat template, the teacher's states, the loss
+    against its float64 reference, precision and generation. Models are loaded in float32.
 
-    Exit status: 0 if no check failed, 1 if one failed, 2 if the models cannot be loaded.
+    Exit status: 0 if no check failed, 1 if one failed, 2 for a wrong option, or a student without a tokenizer.
     """
-    from contextlib import redirect_stdout
+    from trl_opsd.cli.doctor import document, examine, pair_of, show
 
-    from trl_opsd.cli.doctor.checks import document, examine, show
-    from trl_opsd.cli.doctor.pair import load_pair, models_of, read_settings
-
-    with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
-        settings = wrong = None
-        try:
-            settings = read_settings(str(config)) if config else None
-        except ValueError as error:
-            wrong = error
-        named = models_of(settings) if settings else (None, None)
-        student, teacher = student or named[0], teacher or named[1]
-        if student is None or teacher is None:
-            raise wrong or ValueError("expected STUDENT and TEACHER, or a --config FILE that sets both.")
-        pair = load_pair(student, teacher, tiny, settings)
-        findings = examine(pair, settings or wrong, vllm)
-    print(json.dumps(document(pair, findings), indent=2)) if as_json else show(pair, findings)
+    with redirect_stdout(sys.stderr):
+        findings = examine(pair := pair_of(student, teacher, config), vllm)
+    print(json.dumps(document(pair, findings), indent=2)) if as_json else show(findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
 
 
@@ -185,12 +138,8 @@ def plan(
     gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of each device, in GB (1e9 bytes).")] = 80.0,
     host_memory: Annotated[float | None, typer.Option(min=0.001, help="Host memory, in GB.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows per optimizer step and device.")] = 8,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens per prompt, without images.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens per prompt, with those of its images.")] = 512,
     length: Annotated[int, typer.Option(min=1, help="Tokens per completion.")] = 512,
-    image: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HxW", help="Height and width of an image of each prompt; may be given several times."),
-    ] = None,
     engine: Annotated[
         Engine | None,
         typer.Option(help="What generates; `vllm` in the same process. Default: vllm if it fits, else transformers."),
@@ -202,9 +151,7 @@ def plan(
         bool, typer.Option("--origin", help="Also read the student as it was passed (`anchor`, `extrapolation`).")
     ] = False,
     contrast: Annotated[bool, typer.Option("--contrast", help="The teacher also reads a contrast.")] = False,
-    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
-    bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
 
@@ -212,40 +159,29 @@ def plan(
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
-    from trl_opsd.cli.plan.memory import Load
-    from trl_opsd.cli.plan.shown import planned, show
+    from trl_opsd.cli.plan import Load, planned, show
 
-    memory, flops, traffic = int(gpu_memory * 1e9), tflops * 1e12, bandwidth * 1e9
-    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, memory, origin, contrast, flops, traffic)
-    sizes = [tuple(map(int, one.split("x"))) for one in image or ()]
-    found = planned(student, teacher or student, load, sizes, host_memory and host_memory * 1e9, engine)
-    print(json.dumps(found, indent=2)) if as_json else show(found, load)
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast)
+    found = planned(student, teacher or student, load, host_memory and host_memory * 1e9, engine)
+    print(json.dumps(found, indent=2)) if as_json else show(found)
     raise typer.Exit(0 if found["fits"] else 1)
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The `output_dir` of a training, or a checkpoint.")],
-    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second one, to compare it with.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="Output file. Default: report.html in RUN_DIR, or comparison.html with OTHER."
-        ),
+        Path | None, typer.Option("--output", "-o", help="Output file. Default: report.html in RUN_DIR.")
     ] = None,
 ) -> None:
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
-    One self-contained HTML page; also for a run that is in progress or was killed. With a second run, the curves of
-    both in the same charts, first and last figures, and what differs in models and settings.
+    One self-contained HTML page; also for a run that is in progress or was killed.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
     from trl_opsd.report.page import write
 
-    for one in (runs := [one for one in (run, other) if one]):
-        if not one.is_dir():
-            raise ValueError(f"{one}: no such folder")
-    typer.echo(str(write(*runs, to=output)))
+    typer.echo(str(write(run, output)))
 
 
 TRACEBACK = "--traceback"

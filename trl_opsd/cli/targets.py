@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, Features, List, Value, load_dataset
-from torch import Tensor
 from tqdm import tqdm
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.sharding import gathered_head, is_split_model
-from trl_opsd.cli.train.options import OptionParser
-from trl_opsd.cli.train.script import build, leave_nothing, read
+from trl_opsd.cli.options import OptionParser
+from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.data.completions import COMPLETION, TOKENS
 from trl_opsd.loop.stored import check_same, made_for
 from trl_opsd.losses.streamed import streamed_known
@@ -35,15 +34,11 @@ from trl_opsd.types.targets import kept_by_row
 
 COMPLETIONS = "completions"
 """Folder of generated completions beside their targets: a dataset for `dataset_name`."""
-TOP_K = 64
-"""Likeliest tokens that are kept of each position, where nothing else is said."""
 PART_BYTES = 256_000_000
 """Targets that are written at once, and lost where a run is killed."""
 
 
-def main(
-    arguments: Sequence[str], parser: OptionParser, *, out: str, format: str = "states", top_k: int = TOP_K
-) -> OPSDTrainer:
+def main(arguments: Sequence[str], parser: OptionParser, *, out: str, top_k: int | None = None) -> OPSDTrainer:
     """Writes to a folder what a training with these arguments would learn from; returns the trainer that wrote it.
 
     With `lmbda` below 1 that is of the completions of the dataset, else of completions that are generated once.
@@ -63,7 +58,7 @@ def main(
         leave_nothing(given.config, nowhere)
         given.config.sglang_server_url = None
         trainer = build(given, task, dataset)
-        store = write_targets(trainer, folder, format, top_k)
+        store = write_targets(trainer, folder, top_k)
     if trainer.accelerator.is_main_process:
         options: dict[str, Any] = {"teacher_targets": folder, "lmbda": 0, "seq_kd": "false"}
         if generates:
@@ -95,8 +90,7 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
             path = folder / f"batch-{number:06d}-{mine}"
             if all(gather_object([path.exists() or not count])):
                 continue
-            rows = trainer._batches.begin(inputs)
-            written = trainer._generation.write(rows, trainer.prompt_ids_of(rows)).completions
+            written = trainer.generated(inputs)
             if count:
                 publish(path, _completed(trainer, inputs[:count], written[:count]).to_parquet)
     accelerator.wait_for_everyone()
@@ -114,7 +108,7 @@ def _completed(trainer: OPSDTrainer, rows: list[dict[str, Any]], written: list[l
     return kept.add_column(COMPLETION, texts).add_column(TOKENS, written, feature=List(Value("int64")))
 
 
-def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> Store:
+def write_targets(trainer: OPSDTrainer, folder: Path, top_k: int | None = None) -> Store:
     """Has the teachers score each completion of the training dataset, and writes their targets. Collective.
 
     Rows are scored in the batches of the first epoch, as they would be in a training, and those that it leaves out at
@@ -125,17 +119,14 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
             One with `lmbda=0`.
         folder (`Path`):
             Where they are written.
-        format (`str`, *optional*, defaults to `"states"`):
-            `"states"`, for every objective; or `"topk"`, the log-probabilities of each token that follows and of the
-            likeliest ones, at temperature 1, and the mass of all others.
-        top_k (`int`, *optional*, defaults to 64):
-            Of the latter, how many.
+        top_k (`int`, *optional*):
+            Keeps log-probabilities of the token that follows and of so many likeliest ones, at temperature 1, and the
+            mass of all others. When `None`, hidden states, for every objective.
 
     Raises:
         ValueError: The folder has other targets, or the teachers change.
     """
     _wrap(trainer)
-    top_k = {"states": 0, "topk": top_k}[format]
     header, heads = _header(trainer, top_k)
     with gathered_head(*heads.values()):  # by all processes together
         if trainer.accelerator.is_main_process and not (folder / HEADER).exists():
@@ -158,9 +149,9 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
     return store
 
 
-def _teach(trainer: OPSDTrainer, store: Store, inputs: Sequence[dict[str, Any]], top_k: int) -> None:
+def _teach(trainer: OPSDTrainer, store: Store, inputs: Sequence[dict[str, Any]], top_k: int | None) -> None:
     """Adds the targets of a batch to the store, unless all processes have theirs. Collective."""
-    rollout, rows = trainer._batches.completed(inputs)
+    rollout, rows = trainer.completed(inputs)
     taught = [number for number, row in enumerate(rows) if row.prompt_weight] or [0]
     rows = [rows[number] for number in taught]
     # Every token, so that any choice of tokens finds them.
@@ -178,22 +169,19 @@ def _teach(trainer: OPSDTrainer, store: Store, inputs: Sequence[dict[str, Any]],
     # The whole batch, as in a training: rows that are scored together are rounded alike.
     with autocast(trainer.accelerator):
         found = kept_by_row(trainer.teachers.targets(own, names, beside), own.weights)
+    device, vocabulary = trainer.accelerator.device, trainer.teaching.vocabulary
     heads = {name: one.head for name, one in trainer.teachers.items() if top_k and not isinstance(one.head, TokenHead)}
     with gathered_head(*heads.values()):
         for kind, states in {"": found.rows or (), **found.reference_states}.items():
             for (name, key, prompt, completion), row in zip(texts[kind], states, strict=True):
+                kept = row.hidden
+                if top_k and completion and name in heads:
+                    model = LazyLogits(kept.to(device), heads[name].to(device))
+                    kept = streamed_known(
+                        model, torch.tensor(completion).to(device), top_k, vocabulary=vocabulary
+                    ).packed()
                 if completion:
-                    head, of_row = heads.get(name), row.hidden
-                    kept = of_row if head is None else _likeliest(trainer, head, of_row, completion, top_k)
                     store.add(name, key, prompt, completion, kept)
-
-
-def _likeliest(trainer: OPSDTrainer, head: OutputHead, states_CH: Tensor, ids: list[int], top_k: int) -> Tensor:
-    device = trainer.accelerator.device
-    model = LazyLogits(states_CH.to(device), head.to(device))
-    return streamed_known(
-        model, torch.tensor(ids, device=device), top_k, vocabulary=trainer.teaching.vocabulary
-    ).packed()
 
 
 def _wrap(trainer: OPSDTrainer) -> None:
@@ -251,7 +239,7 @@ def _left_over(trainer: OPSDTrainer) -> Iterator[list[dict[str, Any]]]:
 # ---- What is written ------------------------------------------------------------------------------------------------
 
 
-def _header(trainer: OPSDTrainer, top_k: int) -> tuple[dict[str, Any], dict[str, OutputHead]]:
+def _header(trainer: OPSDTrainer, top_k: int | None) -> tuple[dict[str, Any], dict[str, OutputHead]]:
     """What targets are made for and of, and the head of each teacher's; of the likeliest tokens with `top_k`."""
     args, teachers = trainer.args, trainer.teachers
     changes = args.teacher_model_kind in ("ema", "live") or any(

@@ -39,6 +39,7 @@ from trl_opsd.loop.step import Step
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.methods.base import Part
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.weights import Samples, load_renamed, sampled
@@ -287,6 +288,15 @@ class TrainerHooks(TrainerMembers):
     def score(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """Completes rows of a dataset and has teachers score them, as in a training or an evaluation. Collective."""
         return self._batches.make(rows)
+
+    def completed(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Rollout, Sequence[BatchRow]]:
+        """Completes rows of a dataset, which move to the processes that would have them scored. Collective."""
+        return self._batches.completed(rows)
+
+    def generated(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids that are generated for rows of a dataset, in this process; no method sees them. Collective."""
+        read = self._batches.begin(rows)
+        return self._generation.write(read, self.prompt_ids_of(read)).completions
 
     # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 

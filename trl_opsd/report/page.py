@@ -1,4 +1,4 @@
-"""The HTML page of a run, or of two: logs as charts, and completions token by token."""
+"""The HTML page of a run: its log as charts, and completions token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from pandas import DataFrame, concat
+from pandas import DataFrame
 
 from trl_opsd.progress import PHASES, evaluated, in_words
 from trl_opsd.report.records import about, log_of, recorded_in
@@ -23,8 +23,6 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (4, 1), (1, 3))
 _GREY = "#7f7f7f"
 """Readable on white and on black."""
-_ROWS = 40
-"""Maximum rows of a chart's table."""
 
 
 class Chart(NamedTuple):
@@ -44,11 +42,6 @@ class Chart(NamedTuple):
             f"{value:.2e}" if 0 < largest < 0.01 else f"{value:,.{3 if largest < 10 else 1 if largest < 1000 else 0}f}"
         )
 
-    @property
-    def rows(self) -> DataFrame:
-        """The frame for a table, with its first and its last row."""
-        return concat([self.frame.iloc[: -1 : math.ceil(len(self.frame) / (_ROWS - 1)) or 1], self.frame.iloc[-1:]])
-
 
 _GROUPS = (
     ("Divergence", "nats per token", r"divergence/mean", True),
@@ -65,8 +58,8 @@ _GROUPS = (
 times and speeds cannot be compared with those of training."""
 
 
-def charts(log: Sequence[Mapping[str, Any]], run: str = "") -> Iterator[Chart]:
-    """The charts that a `log_history` has figures for; `run` begins the names of curves."""
+def charts(log: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
+    """The charts that a `log_history` has figures for."""
     for title, unit, pattern, of_evaluations in _GROUPS:
         points: dict[str, dict[float, float]] = defaultdict(dict)
         for entry in log:
@@ -75,14 +68,14 @@ def charts(log: Sequence[Mapping[str, Any]], run: str = "") -> Iterator[Chart]:
                 match = re.fullmatch(pattern, name.removeprefix(f"{split}_") if split else name)
                 if match and math.isfinite(value) and (of_evaluations or not split):
                     part = match[1] if match.re.groups else None
-                    curve = ", ".join(filter(None, [run, PHASES.get(part or "", part), split or "training"]))
+                    curve = ", ".join(filter(None, [PHASES.get(part or "", part), split or "training"]))
                     points[curve][entry["step"]] = value
         if points:
             yield Chart(title, unit, "step", DataFrame(points).sort_index())
     places = [f"divergence/position_{tenth}" for tenth in range(TENTHS)]
     having = {entry["step"]: entry for entry in log if any(place in entry for place in places)}
     if having:
-        ends = {", ".join(filter(None, [run, f"step {step}"])): having[step] for step in (min(having), max(having))}
+        ends = {f"step {step}": having[step] for step in (min(having), max(having))}
         values = {name: [entry.get(place, math.nan) for place in places] for name, entry in ends.items()}
         frame = DataFrame(values, index=range(1, TENTHS + 1))
         yield Chart("Divergence by position", "nats per token", "tenth of the completion", frame)
@@ -123,70 +116,25 @@ def picture(chart: Chart) -> str:
     return svg
 
 
-def write(*runs: Path, to: Path | None = None, log: Sequence[Mapping[str, Any]] | None = None) -> Path:
-    """Writes the report of a run (its `output_dir`, or a checkpoint), or the curves of two in the same charts, and what
-    differs between them; by default to `report.html`, or `comparison.html`, in the first.
+def write(run: Path, to: Path | None = None, log: Sequence[Mapping[str, Any]] | None = None) -> Path:
+    """Writes the report of a run (its `output_dir`, or a checkpoint), by default to `report.html` in it.
 
     Raises `ValueError` if there is nothing to report.
     """
-    names = [run.resolve().name for run in runs]
-    if len({*names}) < len(runs):
-        names = list(map(str, runs))
-    is_one, drawn, figures = len(runs) == 1, dict[str, Chart](), list[tuple[str, str]]()
-    for run, name in zip(runs, names, strict=True):
-        entries = log_of(run) if log is None else log
-        if not entries and not (is_one and recorded_in(run)):
-            raise ValueError(f"{run} has no log: train with `report=True`, or, for curves alone, save checkpoints.")
-        for chart in charts(entries, "" if is_one else name):
-            before = [drawn[chart.title].frame] if chart.title in drawn else []
-            drawn[chart.title] = chart._replace(frame=concat([*before, chart.frame], axis=1).sort_index())
-    if is_one:
-        times = [entry["train_runtime"] for entry in entries if "train_runtime" in entry][-1:]
-        figures += [("Steps", str(max(entry["step"] for entry in entries)))] if entries else []
-        figures += [("Time since the last start", in_words(one)) for one in times]
-    for chart in list(drawn.values())[:3] if is_one else drawn.values():
+    entries, recorded = log_of(run) if log is None else log, recorded_in(run)
+    if not entries and not recorded:
+        raise ValueError(f"{run} has no log: train with `report=True`, or, for curves alone, save checkpoints.")
+    drawn, facts = list(charts(entries)), dict[str, str]()
+    if entries:
+        facts["Steps"] = str(max(entry["step"] for entry in entries))
+    for entry in entries:
+        if "train_runtime" in entry:
+            facts["Time since the last start"] = in_words(entry["train_runtime"])
+    for chart in drawn[:3]:
         for curve, column in chart.frame.items() if chart.axis == "step" else ():
             ends = column.dropna().iloc[[0, -1]]
-            figures.append((f"{chart.title}, {curve}", " → ".join(map(chart.shown, ends))))
-    said = list(map(about, runs))
-    described = {
-        topic: " | ".join(f"{name}: {one.get(topic, '–')}" for name, one in zip(names, said, strict=True))
-        for topic in {**said[0], **said[-1]}
-        if said[0].get(topic) != said[-1].get(topic)
-    }
-    text = rendered(
-        " and ".join(names),
-        figures,
-        said[0] if is_one else described,
-        list(drawn.values()),
-        recorded_in(*runs) if is_one else (),
-    )
-    return published(text, to or runs[0] / ("report.html" if is_one else "comparison.html"))
-
-
-def published(text: str, file: Path) -> Path:
-    # Replaced atomically: a browser may read the page while the run goes on.
-    part = file.with_name(file.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)
-    return file
-
-
-def rendered(
-    name: str,
-    figures: Sequence[tuple[str, str]],
-    described: Mapping[str, str],
-    drawn: Sequence[Chart],
-    recorded: Sequence[Any],
-) -> str:
-    """The page as HTML, from figures and texts by topic, charts, and what [`~records.Recorded`] has."""
-    splits: dict[str, dict[Any, list[tuple[int, Any]]]] = {}
-    # Evaluations first, because they show the same prompts before and after.
-    for split in sorted({one.split for one in recorded}, key=lambda one: (one == "train", one)):
-        of_split = sorted((one for one in recorded if one.split == split), key=lambda one: one.step)
-        ends, splits[split] = {one.step: one for one in (of_split[0], of_split[-1])}, defaultdict(list)
-        for step, sample in ((step, sample) for step, one in ends.items() for sample in one.samples):
-            splits[split][sample.prompt, *sample.images].append((step, sample))
+            facts[f"{chart.title}, {curve}"] = " → ".join(map(chart.shown, ends))
+    splits = _first_and_last(recorded)
     samples = [sample for one in splits.values() for group in one.values() for _, sample in group]
     nats = sorted(abs(token.divergence) for one in samples for token in one.tokens if token.divergence is not None)
     environment = Environment(
@@ -197,12 +145,29 @@ def rendered(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html").render(
-        name=name,
-        facts=figures,
-        described=described,
+    text = environment.get_template("page.html").render(
+        name=run.resolve().name,
+        facts=facts | about(run),
         charts=[(one, base64.b64encode(picture(one).encode()).decode()) for one in drawn],
         splits=splits,
         # The divergence with full colour: the 95th percentile, so that a single token does not pale the rest.
         top=max(nats[int(0.95 * (len(nats) - 1))], 1e-6) if nats else 1.0,
     )
+    # Replaced atomically: a browser may read the page while the run goes on.
+    file = to or run / "report.html"
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, file)
+    return file
+
+
+def _first_and_last(recorded: Sequence[Any]) -> dict[str, dict[Any, list[tuple[int, Any]]]]:
+    """Samples of the first and the last step, with that, by split and prompt."""
+    splits: dict[str, dict[Any, list[tuple[int, Any]]]] = {}
+    # Evaluations first, because they show the same prompts before and after.
+    for split in sorted({one.split for one in recorded}, key=lambda one: (one == "train", one)):
+        of_split = sorted((one for one in recorded if one.split == split), key=lambda one: one.step)
+        ends, splits[split] = {one.step: one for one in (of_split[0], of_split[-1])}, defaultdict(list)
+        for step, sample in ((step, sample) for step, one in ends.items() for sample in one.samples):
+            splits[split][sample.prompt, *sample.images].append((step, sample))
+    return splits

@@ -5,7 +5,7 @@ A record that cannot be written costs the report, never the training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -36,7 +36,6 @@ class Recording(TrainerCallback):
         self._run, self._about = Path(folder), about
         self._works = True
         self._evaluation: dict[int, Sample] = {}
-        self._first: frozenset[int] = frozenset()  # checksums of the training's first samples
         self._trained_at: int | None = None
         self._before: list[Recorded] = []  # of evaluations before a training, which belong to it
 
@@ -56,12 +55,10 @@ class Recording(TrainerCallback):
         # The first micro-batch of the first and of the last step.
         elif step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
             self._trained_at = step
-            found = _lowest({}, rollout, samples, self._first)
-            self._first = frozenset(found)
-            self._try(append, self._run, Recorded(step, "train", tuple(found.values())))
+            self._try(append, self._run, Recorded(step, "train", tuple(_lowest({}, rollout, samples).values())))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._works, self._trained_at, self._evaluation, self._first = True, None, {}, frozenset()
+        self._works, self._trained_at, self._evaluation = True, None, {}
         before, self._before = self._before, []
         if state.is_world_process_zero:
             self._try(keep_until, self._run, state.global_step)
@@ -105,12 +102,9 @@ class Recording(TrainerCallback):
 
 
 def _lowest(
-    kept: Mapping[int, Sample],
-    rollout: Rollout,
-    samples: Callable[[list[int]], Sequence[Sample]],
-    seen: Collection[int] = (),
+    kept: Mapping[int, Sample], rollout: Rollout, samples: Callable[[list[int]], Sequence[Sample]]
 ) -> dict[int, Sample]:
-    """The samples with the lowest checksums of their prompts, of those kept and of more rows; `seen` ones first."""
+    """The samples with the lowest checksums of their prompts, of those kept and of more rows."""
     # The same rows in each evaluation, however they are assigned to micro-batches.
     rows = {}
     is_there = rollout.completion_mask.any(1).tolist()  # of a prompt that was skipped there is nothing to show
@@ -120,7 +114,7 @@ def _lowest(
             key = crc32(image.tobytes(), key)
         if is_there[row]:
             rows[key] = row
-    lowest = sorted({*kept, *rows}, key=lambda one: (one not in seen, one))[:_ROWS]
+    lowest = sorted({*kept, *rows})[:_ROWS]
     new = [key for key in lowest if key not in kept]
     made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}
     return {key: kept.get(key) or made[key] for key in lowest}

@@ -174,7 +174,7 @@ def _check_whole(
             f"`{name}={needs[name]!r}` needs the whole distribution of each teacher, but of {known[0]!r} the "
             "log-probabilities of some tokens are known, at temperature 1: remove it"
             f"{' (1 if `temperature` is another)' * (name == 'teacher_temperature')}, or use hidden states, from a "
-            "pooling server or `trl-opsd targets --format states` (docs/teachers.md)."
+            "pooling server or `trl-opsd targets` without `--top-k` (docs/teachers.md)."
         )
 
 

@@ -24,8 +24,8 @@ from trl_opsd._compat.trl import (
     get_peft_config,
     get_quantization_config,
 )
-from trl_opsd.cli.train.experts import Experts, experts_of
-from trl_opsd.cli.train.options import ExtraArguments, OptionParser, RunOptions, Splits
+from trl_opsd.cli.merge import Experts, experts_of
+from trl_opsd.cli.options import ExtraArguments, OptionParser, RunOptions, Splits
 from trl_opsd.config import OPSDConfig
 from trl_opsd.methods.reward_functions import found_function
 from trl_opsd.methods.rewards import Rewards
@@ -245,17 +245,11 @@ class _OneStep(TrainerCallback):
 def _summary(logged: Mapping[str, float], steps: int) -> str:
     """The first step's log in words; `steps` are those of the whole run."""
     seconds = {PHASES[name]: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
-    units = {
-        "divergence/mean": "nats per token",
-        "entropy/student": "nats",
-        "entropy/teacher": "nats",
-        "completions/mean_length": "tokens",
-        "completions/clipped_ratio": "of completions truncated at the limit",
-        "loss": "",
-        "grad_norm": "",
-        "learning_rate": "",
-    }
-    told = {name: f"{logged[name]:.4g} {unit}" for name, unit in units.items() if name in logged}
+    names = [
+        *("divergence/mean", "entropy/student", "entropy/teacher", "completions/mean_length"),
+        *("completions/clipped_ratio", "loss", "grad_norm", "learning_rate"),
+    ]
+    told = {name: f"{logged[name]:.4g}" for name in names if name in logged}
     told["seconds"] = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
     whole = duration(sum(seconds.values()) * steps)
     told["the whole run"] = f"{steps} steps; estimated {whole}, without evaluations and checkpoints"

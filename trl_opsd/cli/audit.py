@@ -1,15 +1,19 @@
-"""Measures on a few dozen completions of the student what a teacher says of them, and whether it knows better.
+"""`trl-opsd audit`: on a few dozen completions of the student, whether a teacher knows better, and what it teaches.
 
 B rows · C completion tokens · H hidden size · n tokens that count
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
+from tempfile import TemporaryDirectory
+from textwrap import wrap
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +22,9 @@ from pandas import DataFrame, concat
 from torch import Tensor
 
 from trl_opsd._compat.sharding import gathered_head, whole_head
-from trl_opsd.cli.audit.replay import Complete, Replay
+from trl_opsd.cli.options import OptionParser
+from trl_opsd.cli.replay import Complete, Replay
+from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.loop.batch import Batch
 from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
 from trl_opsd.losses.objective import Objective, head_of_reference
@@ -26,7 +32,7 @@ from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.report.samples import Sample, samples_of
+from trl_opsd.report.records import rounded
 from trl_opsd.teacher.comparison import tokens_by_teacher
 from trl_opsd.teacher.self_teacher import OwnTeacher
 from trl_opsd.teacher.teachers import scored
@@ -39,8 +45,11 @@ from trl_opsd.types.targets import kept_by_row
 
 FEW = 4
 """Rows below which a mean says nothing."""
-_SHOWN = 8
-"""Rows on the page."""
+_FLOORS = 10
+"""Multiple of the noise floor below which a divergence is in part rounding."""
+_UNLIKELY = 1e-3
+"""Probability of an end token that a teacher would not give where it ends itself."""
+_WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +77,8 @@ class Mean:
 class Audit:
     """What was measured of a run; nats are per token."""
 
-    name: str
     rows: int
     tokens: int
-    objective: str
     student: Mean | None
     """Its rewards; `None` without reward functions."""
     student_clipped: float
@@ -87,8 +94,7 @@ class Audit:
     context: float | None
     """KL of the teacher from itself where it reads the student's prompt; `None` where it reads nothing else."""
     by_tenth: list[float]
-    by_entropy: list[float]
-    """The run's divergence by quarter of the student's entropy."""
+    """The run's divergence by tenth of a completion."""
     carries: float
     """The share of tokens that carries 80 % of the divergence."""
     at_ends: float
@@ -110,11 +116,9 @@ class Audit:
     """The two terms of that difference: of the teacher, of the student."""
     cannot: str = ""
     """Why the teacher was not asked to generate."""
-    samples: tuple[Sample, ...] = ()
-    """The first rows, token by token."""
 
 
-def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> Audit:
+def audit(trainer: OPSDTrainer, rows: int = 32) -> Audit:
     """Measures a trainer's teachers on completions of its student, which is not changed. In one process.
 
     Args:
@@ -122,8 +126,6 @@ def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> 
             With the student, teachers, rewards and rows of a run.
         rows (`int`, *optional*, defaults to 32):
             Rows of the training dataset that are completed.
-        name (`str`, *optional*, defaults to `"as configured"`):
-            Of the teacher, in what is printed.
 
     Raises:
         ValueError: There are too few rows, several processes, or teachers with other tokenizers.
@@ -141,24 +143,11 @@ def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> 
             hidden_BCH = scored(itself, rollout).hidden.to(rollout.weights.device)
             floor, context = _noise(trainer, batch), _without_context(trainer, batch)
         with whole_head(trainer.model) as head, gathered_head(*teachers.heads, origin := teachers.origin_head):
-            compared = hidden_BCH, head, teachers.heads, rollout, batch.targets
-            tokens = tokens_of(*compared, objective, origin)
-            samples = samples_of(
-                *compared,
-                range(min(_SHOWN, len(inputs))),
-                objective=objective,
-                origin=origin,
-                tokenizer=trainer.processing_class,
-                placeholders=trainer.placeholders,
-                names=list(teachers),
-            )
+            tokens = tokens_of(hidden_BCH, head, teachers.heads, rollout, batch.targets, objective, origin)
         carried, ends = np.sort(tokens.loss.abs())[::-1].cumsum(), tokens[tokens.token.isin(trainer.eos_token_ids)]
-        quarter = np.searchsorted(np.quantile(tokens.entropy, (0.25, 0.5, 0.75)), tokens.entropy)
         found = Audit(
-            name=name,
             rows=len(inputs),
             tokens=len(tokens),
-            objective=str(trainer.divergence),
             student=None if rewards is None else Mean.of(rewards),
             student_clipped=_clipped(trainer, rollout),
             entropy=tokens.entropy.mean(),
@@ -168,12 +157,10 @@ def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> 
             floor=floor,
             context=context,
             by_tenth=tokens.groupby("tenth").loss.mean().reindex(range(TENTHS)).tolist(),
-            by_entropy=tokens.groupby(quarter).loss.mean().reindex(range(4)).tolist(),
             carries=float((np.searchsorted(carried, 0.8 * carried[-1]) + 1) / len(tokens)) if carried[-1] else 1.0,
             at_ends=float(np.exp(ends.teacher.mean())),
             teacher_nats=tokens.teacher.mean(),
             vocabulary=trainer.teaching.vocabulary or shape_of(teachers.heads[0])[0],
-            samples=tuple(samples),
         )
         if rewards is None or np.isnan(rewards).all():
             return replace(found, cannot="there are no rewards" if rewards is None else "no completion got a reward")
@@ -181,6 +168,17 @@ def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> 
         return replace(
             found, correlation=_correlation(means, rewards), **_tried(trainer, inputs, batch, rewards, tokens)
         )
+
+
+def of_run(arguments: Sequence[str], rows: int) -> Audit:
+    """The audit of the run that these arguments of `trl-opsd train` describe."""
+    with TemporaryDirectory(prefix="trl_opsd-audit-") as nowhere:
+        given, task = read(arguments, OptionParser(prog="trl-opsd audit"))
+        leave_nothing(given.config, nowhere)
+        trainer = build(given, task)
+        found = audit(trainer, rows)
+        trainer.rollout.close()
+    return found
 
 
 # ---- Completions -----------------------------------------------------------------------------------------------------
@@ -372,3 +370,124 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> Mean:
     one, other = one[known], other[known]
     value = float(np.corrcoef(one, other)[0, 1]) if len(one) > 1 and one.std() and other.std() else 0.0
     return Mean(value, float(((1 - value**2) / max(len(one) - 2, 1)) ** 0.5), len(one))
+
+
+# ---- What it concludes ---------------------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """Whether to train with a teacher, why, and what to do."""
+
+    word: str
+    """`"helps"`, `"off-policy"`, `"harms"`, `"no better"`, `"nothing"`, `"broken"`, or `"unknown"`."""
+    why: str
+    remedy: str
+
+
+def verdict(of: Audit) -> Verdict:
+    """The verdict on the teacher of an audit."""
+    knows, recovers = of.knows is not None and of.knows.sign > 0, of.recovers
+    never_ends = of.clipped is None or (of.clipped > 0.9 and of.student_clipped < 0.5)
+    if of.at_ends < _UNLIKELY and never_ends:
+        return Verdict(
+            "broken",
+            f"The teacher gives the student's end token a probability of {of.at_ends:.1g} where the student ends.",
+            "Give both the same end token: `generation_kwargs={'eos_token_id': ...}`, or another template.",
+        )
+    if of.teacher_nats < -math.log(of.vocabulary) and not knows:
+        return Verdict(
+            "broken",
+            f"The student's tokens are less likely to the teacher ({of.teacher_nats:.2g} nats) than if it guessed.",
+            "Its tokenizer is probably another one (`teacher_processing_class`, docs/tokenizers.md), or it is not "
+            "trained.",
+        )
+    if of.forward < max(_FLOORS * of.floor, 1e-6):
+        return Verdict(
+            "nothing",
+            f"Both models say the same: {of.forward:.2g} nats apart, of which {of.floor:.1g} are noise.",
+            "Give the teacher a context that the student does not have, or take another teacher.",
+        )
+    if of.context is not None and of.context < _FLOORS * max(of.floor, 1e-7):
+        return Verdict(
+            "nothing",
+            f"The teacher's context changes nothing of what it says ({of.context:.1g} nats).",
+            "Look at the template (`teacher_prompt_template`) and at what `privileged_context` says.",
+        )
+    if of.own is None or of.knows is None:
+        return Verdict(
+            "unknown",
+            f"They differ by {of.loss:.2g} nats; whether the teacher is better was not measured: {of.cannot}.",
+            "Pass `Rewards` of what you want, and a teacher that can generate (`teacher_offload='none'` or 'cpu').",
+        )
+    rewards = f"(reward {of.own.value:.2f}, {of.knows.value:+.2f} ± {of.knows.error:.2f})"
+    if knows and (recovers is None or of.after is None):
+        why = "there was too little after the student's mistakes to see whether it recovers"
+        return Verdict("helps", f"It knows {rewards}; {why}.", "Train on-policy.")
+    if knows and recovers is not None and of.after is not None:
+        after = f"the student's mistakes ({of.after[0].value:.2f}; the student {of.after[1].value:.2f})"
+        if recovers.sign > 0:
+            return Verdict("helps", f"It knows {rewards}, and goes on well from {after}.", "Train on-policy.")
+        return Verdict(
+            "off-policy",
+            f"It knows {rewards}, but does not recover from {after}: what it says after one teaches nothing.",
+            "Learn from its own completions: `seq_kd=True` with `lmbda=0`, or supervised; or find a teacher that "
+            "recovers.",
+        )
+    if of.knows.sign < 0:
+        return Verdict(
+            "harms",
+            f"The teacher's own completions are worse than the student's {rewards}, and training moves the student to "
+            "them.",
+            "Do not train with it: take another teacher or context, or look at the template that it was trained with "
+            "(`teacher_chat_template_kwargs`, `teacher_prompt_template`).",
+        )
+    return Verdict(
+        "no better",
+        f"The teacher's own completions are no better than the student's {rewards}.",
+        "Take another teacher or another context, or more rows if the error is large.",
+    )
+
+
+# ---- What is printed -----------------------------------------------------------------------------------------------
+
+
+def screen(one: Audit) -> str:
+    """At most 80 columns."""
+    found = verdict(one)
+    lines = [found.word.upper()]
+    lines += wrap(f"{found.why} {found.remedy}", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    for topic, text in _facts(one).items():
+        lines += wrap(text, _WIDTH, initial_indent=f"  {topic:<18}", subsequent_indent=" " * 20)
+    return "\n".join(lines)
+
+
+def _facts(one: Audit) -> dict[str, str]:
+    """What was measured, by topic."""
+    tenths = " ".join(f"{nats:.2g}" for nats in one.by_tenth if not math.isnan(nats))
+    found = {
+        "student": f"{_reward(one.student)}entropy {one.entropy:.3g} nats; {one.rows} completions, {one.tokens} tokens",
+        "divergence": f"{one.loss:.3g} nats per token; KL {one.reverse:.3g} reverse, {one.forward:.3g} forward",
+        "noise floor": f"{one.floor:.1g} nats",
+        "where": f"80 % in {one.carries:.0%} of the tokens",
+        "by tenths": f"{tenths} of the completion",
+    }
+    if one.context is not None:
+        found["context"] = f"{one.context:.2g} nats from without"
+    if one.correlation is not None:
+        found["with the reward"] = f"correlation {one.correlation.value:+.2f} ± {one.correlation.error:.2f} over rows"
+    if one.own is not None and one.knows is not None:
+        found["own completions"] = f"{_reward(one.own)}{one.knows.value:+.2f} ± {one.knows.error:.2f}"
+    if one.after is not None:
+        of_teacher, of_student = one.after
+        found["after a mistake"] = f"{of_teacher.value:.2f}, student {of_student.value:.2f}; {of_teacher.rows} rows"
+    return found
+
+
+def _reward(mean: Mean | None) -> str:
+    return "" if mean is None else f"reward {mean.value:.3f} ± {mean.error:.3f}; "
+
+
+def document(one: Audit) -> str:
+    """As JSON, with the verdict; `null` where a number is not known."""
+    values = rounded({"verdict": verdict(one)._asdict(), **asdict(one)})
+    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)

@@ -19,8 +19,6 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd._compat.values import pydantic
 from trl_opsd.data.survey import digest
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.report.page import write
-from trl_opsd.report.records import about, tell
 from trl_opsd.teacher.build import average_of
 
 if TYPE_CHECKING:
@@ -207,15 +205,11 @@ class Experts:
         return found
 
     def _publish(self, trainer: OPSDTrainer, lines: list[str]) -> None:
-        """Prints the table, and writes it into the model card and the report."""
-        text, run = "\n".join(lines), Path(trainer.args.output_dir)
+        """Prints the table, and writes it into the model card."""
+        text, card = "\n".join(lines), Path(trainer.args.output_dir, "README.md")
         print(text)
-        card = run / "README.md"
         before = card.read_text(encoding="utf-8") if card.exists() else ""
         card.write_text(f"{before}\n## Experts\n\n{text}\n", encoding="utf-8")
-        if trainer.args.report:
-            tell(run, {**about(run), "experts": text})
-            write(run)
 
 
 def table(found: Mapping[str, Mapping[str, float]], tasks: Mapping[str, int]) -> list[str]:

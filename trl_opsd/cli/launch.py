@@ -22,7 +22,7 @@ from accelerate.utils import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from trl_opsd.cli.train.options import GROUPS, OptionParser
+from trl_opsd.cli.options import GROUPS, OptionParser
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -50,7 +50,7 @@ def run(
     launcher, script = ([], list(arguments)) if is_launched else separated(arguments, parser)
     several = launcher or torch.accelerator.device_count() > 1 or Path(default_config_file).is_file()
     if is_launched or not several:
-        from trl_opsd.cli.train.script import end, main  # which imports the trainer
+        from trl_opsd.cli.train import end, main  # which imports the trainer
 
         end((work or main)(script, parser))
         return

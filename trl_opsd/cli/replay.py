@@ -13,26 +13,16 @@ class Replay:
 
     A turn that was recorded whole is returned as it is, so that tools and environments are called as they were then;
     where a record ends within a turn, or another state was reached, the turn is written from there.
-
-    Args:
-        prompts (`Sequence[list[int]]`):
-            Of the student.
-        recorded (`Sequence[list[int]]`):
-            The tokens with which each completion begins.
-        read (`Sequence[list[int]]`), writers (`Sequence[Complete]`):
-            Who goes on with each row, and the prompt that it reads in place of the student's.
-        ends (`Collection[int]`), most (`int`):
-            End tokens, and the maximum tokens of a completion.
     """
 
     def __init__(
         self,
-        prompts: Sequence[list[int]],
-        recorded: Sequence[list[int]],
-        read: Sequence[list[int]],
+        prompts: Sequence[list[int]],  # of the student
+        recorded: Sequence[list[int]],  # with which each completion begins
+        read: Sequence[list[int]],  # in place of the student's prompt, by whoever goes on with the row
         writers: Sequence[Complete],
         ends: Collection[int],
-        most: int,
+        most: int,  # tokens of a completion
     ) -> None:
         self._so_far: list[list[int]] = [[] for _ in prompts]
         """Of each row, what was returned, and what tools answered before that."""

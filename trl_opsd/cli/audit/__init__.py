@@ -1,1 +1,0 @@
-"""`trl-opsd audit`: whether a teacher will help, before a training."""
