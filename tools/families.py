@@ -310,26 +310,38 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
         "",
         "## The others",
         "",
-        "| family | " + " | ".join(roles) + " |",
-        "|---|" + "---|" * len(roles),
-        *(
-            f"| {family} | {' | '.join(map(_cell, one.values()))} |"
-            for family, one in built.items()
-            if family not in sound
-        ),
+        *(f"- {', '.join(families)}: {verdicts}." for verdicts, families in _alike(built, sound).items()),
         "",
         "## With images",
         "",
         "Two steps on rows of no, one and two images of several sizes, in one batch, with a teacher of the family.",
         "",
-        "| family | change of the weights against float64 |",
-        "|---|---|",
-        *(f"| {family} | {text.replace('|', '/')[:200]} |" for family, text in seen.items()),
+        *(
+            f"- {', '.join(families)}: {text}."
+            for text, families in _by_text({one: text[:200] for one, text in seen.items()}).items()
+        ),
         "",
         f"Not built, at this size or because a package is not installed: {', '.join(sorted(set(found) - set(built)))}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _alike(built: dict[str, dict[str, str]], sound: list[str]) -> dict[str, list[str]]:
+    """Families that are not exact in every role, by their verdicts."""
+    verdicts: dict[str, str] = {}
+    for family in built.keys() - sound:
+        cells = {role: _cell(text) for role, text in built[family].items()}
+        alike = len(set(cells.values())) == 1
+        verdicts[family] = cells["student"] if alike else "; ".join(f"{role} {cell}" for role, cell in cells.items())
+    return _by_text(dict(sorted(verdicts.items())))
+
+
+def _by_text(texts: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for family, text in texts.items():
+        found.setdefault(text, []).append(family)
+    return found
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Writes tests/surface.json: every public name with what may be relied on, as docs/stability.md promises.
+"""Writes tests/surface.json: every public name with what may be relied on, as docs/extending.md promises.
 
 Written again for each release (RELEASE.md), where its difference from the last one shows what the changelog has to say.
 
