@@ -122,13 +122,13 @@ TWICE = [
     untouched(
         "teacher given twice",
         "two paths",
-        "There are two teachers: `teacher_model`, 'teacher', and `teacher_model_name_or_path='other'`",
+        "There are two teachers, `teacher_model` and `teacher_model_name_or_path='other'`: remove",
         teacher_model_name_or_path="other",
     ),
     Case(
         "teacher given twice",
         "an object and a path",
-        "`teacher_model`, a Qwen2ForCausalLM, and `teacher_model_name_or_path='other'`",
+        "`teacher_model` and `teacher_model_name_or_path='other'`: remove",
         lambda lab: lab.make(teacher_model=tiny.qwen2(48, 1), teacher_model_name_or_path="other"),
         before_loading=True,
     ),
