@@ -41,6 +41,7 @@ from trl_opsd.methods.base import Method
 from trl_opsd.metrics import Logs, Metric
 from trl_opsd.models.checks import PLACE_OPTIONS
 from trl_opsd.models.weights import first_change, sample
+from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import LazyLogits
 
 FOLDER = "quantized"
@@ -99,7 +100,8 @@ class StudentQuantization(Method, TrainerCallback):
         """Quantises whole weights once for all passes of a step, at the end of which they change."""
         self._step.close()  # of a step that was interrupted
         if "lomo" not in str(args.optim):  # which steps in each backward pass
-            self._step.enter_context(kept_quantized(self.host.model))
+            with autocast(self.host.accelerator):  # as in the passes
+                self._step.enter_context(kept_quantized(self.host.model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._step.close()

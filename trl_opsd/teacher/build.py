@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
@@ -70,26 +71,22 @@ def average_of(paths: Sequence[str], args: OPSDConfig) -> CausalLM:
     Raises:
         ValueError: The checkpoints differ in the names or shapes of their weights.
     """
-    mean: CausalLM | None = None
+    sums: dict[str, Tensor] = {}
     for path in paths:
         adapter = adapter_at(path, location(args))
         where = (path, location(args)) if adapter is None else (adapter.base, adapter.loading_of_base)
         model: Any = _loaded(where[0], args, where[1], in_host_memory=True)
         if adapter is not None:
             model = adapter.put_on(model, "expert").merge_and_unload()
-        weights = dict(model.float().named_parameters())
-        if mean is None:
-            mean, sums = model, weights
-            continue
-        shapes = [{(name, one.shape) for name, one in of.items()} for of in (sums, weights)]
-        if differing := sorted(name for name, _ in shapes[0] ^ shapes[1]):
-            raise ValueError(f"{path} and {paths[0]} differ in their weights, first in {differing[0]!r}.")
+        weights = {name: one.data for name, one in model.float().named_parameters()}
+        shapes = [{name: one.shape for name, one in of.items()} for of in (weights, sums)]
+        refuse([(sums and shapes[0] != shapes[1], f"{path} and {paths[0]}", "their weights differ in names or shapes")])
         for name, one in sums.items():
-            one.data.add_(weights[name].data)
-    assert mean is not None, "expected at least one path"
-    for one in mean.parameters():
-        one.data.div_(len(paths))
-    return mean
+            weights[name].add_(one)
+        sums = weights
+    for one in sums.values():
+        one.div_(len(paths))
+    return model
 
 
 def build_teachers(
@@ -116,7 +113,8 @@ def build_teachers(
     if handed_in is not None and (is_base or "origin" in reads):
         need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
         checked = check_base(student, handed_in, need)
-    urls, own = servers(args), _own(student, run, policy, args)
+    urls, device, progress = servers(args), args.teacher_cache_device, _progress(args)
+    own = partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
     prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
@@ -228,11 +226,6 @@ def _as_passed(student: CausalLM) -> Iterator[None]:
         yield
 
 
-def _own(student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig) -> Callable[..., OwnTeacher]:
-    device, progress = args.teacher_cache_device, _progress(args)
-    return partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
-
-
 def _copied(student: CausalLM, args: OPSDConfig, prefix_bytes: float = 0) -> FrozenTeacher:
     copied = whole_copy(student)
     broadcast_from_first(copied.state_dict(), args.device)
@@ -292,14 +285,12 @@ def _loaded(path: str, args: OPSDConfig, place: Mapping[str, Any], in_host_memor
     others = {name: one for name, one in teacher_loading(args).items() if name not in LOCATION_OPTIONS}
     kwargs = {"dtype": None, "use_safetensors": True, **others, **place}
     config = None
-    if in_host_memory:
+    if args.teacher_offload == "zero3" and not in_host_memory:
+        theirs = AutoConfig.from_pretrained(path, **place)
+        dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32
+        config = reader_config(dtype, theirs.get_text_config().hidden_size, args.device)
+    if in_host_memory or args.teacher_offload != "none":
         kwargs["device_map"] = None
-    elif args.teacher_offload != "none":
-        kwargs["device_map"] = None
-        if args.teacher_offload == "zero3":
-            theirs = AutoConfig.from_pretrained(path, **place)
-            dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32
-            config = reader_config(dtype, theirs.get_text_config().hidden_size, args.device)
     elif args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = {"": args.device}
     else:

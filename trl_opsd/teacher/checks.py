@@ -145,11 +145,9 @@ def _places(model: nn.Module) -> set[tuple[str, int]]:
 
 
 def check_tokenizers(
-    tokenizer: PreTrainedTokenizerBase | None, teachers: Mapping[str, Any], given: Any, args: OPSDConfig
+    tokenizer: PreTrainedTokenizerBase, teachers: Mapping[str, Any], given: Any, args: OPSDConfig
 ) -> None:
     """Refuses teachers whose tokenizer maps ids differently than the student's, before a teacher is loaded."""
-    if tokenizer is None:
-        return
     for name, (theirs, source) in tokenizers_of(teachers, given, args).items():
         if theirs is not None:
             check_token_maps(tokenizer, theirs, name, source)

@@ -124,15 +124,6 @@ class Average(TrainerCallback):
         finally:
             restore()
 
-    @property
-    def copies(self) -> dict[str, Tensor]:
-        """The averages that are not the teacher's own tensors because those are in half precision."""
-        return {
-            name: average
-            for name, average in self._average.items()
-            if average.data_ptr() != self._teacher[name].data_ptr()
-        }
-
     def save(self, folder: str | Path) -> None:
         """Writes the average into a checkpoint."""
         tensors = {name: average.contiguous() for name, average in self._average.items()}
@@ -149,8 +140,10 @@ class Average(TrainerCallback):
         self._copy_to_teacher()
 
     def _copy_to_teacher(self) -> None:
-        for name, average in self.copies.items():
-            self._teacher[name].copy_(average)
+        for name, average in self._average.items():
+            # Of a teacher in float32 they are its own tensors.
+            if average.data_ptr() != self._teacher[name].data_ptr():
+                self._teacher[name].copy_(average)
 
     def _swap(self) -> None:
         student = self._student()
