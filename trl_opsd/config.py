@@ -148,8 +148,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Folder that `trl-opsd targets` has written. The student learns from these targets, without a teacher
     (`lmbda=0`)."""
     teacher_server_timeout: NotNegative = 240.0
-    """Seconds to wait for the teacher's servers to start, and then (at least 30) for their first rows. A later row that
-    takes longer gives one warning."""
+    """Seconds to wait for the teacher's servers to start, and then (at least 30) for their first rows."""
     # failures and monitoring
     nonfinite: Literal["raise", "skip"] = "raise"
     """Whether the trainer stops, or skips and counts the step, when a loss or gradient is NaN or infinite. Either way

@@ -43,8 +43,7 @@ from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.prepare import prepare
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
-from trl_opsd.teacher import Teacher
-from trl_opsd.teacher.build import on_device
+from trl_opsd.teacher import FrozenTeacher, Resident, Teacher
 from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared, pairs_to_read
 from trl_opsd.teacher.teachers import Teachers
@@ -426,7 +425,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         trainable = [one for one in teacher.parameters() if one.requires_grad]
         context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
         try:
-            frozen = on_device(teacher, self.accelerator.device)
+            frozen = FrozenTeacher(Resident(teacher, self.accelerator.device))
             with self._generation.substituted(
                 self._generation.teacher_rollout(frozen, replace(limits_of, context=context))
             ):

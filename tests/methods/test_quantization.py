@@ -226,6 +226,30 @@ def test_generation_keeps_quantised_weights_and_forgets_them(tmp_path):
     assert not torch.equal(model.generate(ids, **how), slow)
 
 
+class Counting:
+    """Counts how often weights are quantised."""
+
+    activation = None
+
+    def __init__(self, quantizer: Any) -> None:
+        self.of, self.calls = quantizer, 0
+
+    def of_weight(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return self.of.of_weight(weight)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_weight_is_quantised_once_a_step(tmp_path, checkpointing):
+    given = {"certificate": False, "eval_on_start": False, "max_steps": 3, "gradient_checkpointing": checkpointing}
+    trainer = trainer_of(tmp_path, "int4", **given)
+    for layer in (layers := fake_quantized(trainer.model).values()):
+        layer.quantizer = Counting(layer.quantizer)
+    trainer.train()
+    assert {layer.quantizer.calls for layer in layers} == {3}
+    assert all(layer.kept is None for layer in layers)
+
+
 @pytest.mark.parametrize("kind", ["int4", pytest.param(BOTH, marks=pytest.mark.long)])
 def test_resumed_training_goes_on_bit_for_bit(tmp_path, kind):
     given = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}

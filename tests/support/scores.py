@@ -21,7 +21,7 @@ class Scores:
     api, url, name, context = "a model in this process", "http://here", "a model", None
 
     def __init__(self, model: Any, offers: Sequence[str] = OFFERS, limit: int | None = None):
-        self.model, self.limits, self.missing = model.eval(), dict.fromkeys(offers, limit), {}
+        self.model, self.limits = model.eval(), dict.fromkeys(offers, limit)
         self.asked: list[list[int]] = []
 
     @torch.no_grad()

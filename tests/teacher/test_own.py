@@ -131,9 +131,7 @@ class TestBase:
     @pytest.mark.parametrize("bias", ["all", "lora_only"])
     def test_an_adapter_that_trains_base_biases_is_refused(self, make_own, bias):
         lora = LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
-        with pytest.raises(
-            ValueError, match=r"q_proj.base_layer.bias' is trainable and shared by both .*`bias='none'`"
-        ):
+        with pytest.raises(ValueError, match=r"q_proj.base_layer.bias' is trainable and shared by both: .*'none'"):
             make_own("base", peft_config=lora)
 
     @pytest.mark.refusal
@@ -285,14 +283,6 @@ class TestEma:
 
 class TestRefusals:
     @pytest.mark.refusal
-    @pytest.mark.parametrize("given", [{"kind": "base", "peft_config": LORA}, {"kind": "live"}])
-    def test_offloading_the_students_own_weights_is_refused(self, make_own, given):
-        with pytest.raises(
-            ValueError, match="`teacher_offload='cpu'` has nothing to offload: with `teacher_model_kind="
-        ):
-            make_own(**given, teacher_offload="cpu")
-
-    @pytest.mark.refusal
     @pytest.mark.before_loading
     def test_a_sharded_average_is_refused(self, tmp_path):
         args = tiny.config(tmp_path, teacher_model_kind="ema")
@@ -303,7 +293,7 @@ class TestRefusals:
     @pytest.mark.refusal
     @pytest.mark.before_loading
     def test_two_teachers_are_refused(self, make_trainer):
-        with pytest.raises(ValueError, match=r"There are two teachers: .* `teacher_model_kind='base'`: remove one"):
+        with pytest.raises(ValueError, match=r"There are two teachers, .* `teacher_model_kind='base'`: remove one"):
             make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")
 
     @pytest.mark.refusal

@@ -108,19 +108,13 @@ def test_preempted_rows_are_scored_alike(checkpoint, vllm):
     assert preempted > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment", "why"),
-    [
-        ((), {}, "returned 403: .*; start vLLM 0.32 or newer, with `vllm serve TEACHER --enable-scale-out"),
-        (SCORING, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "returned 400: .*requires the V2 model runner"),
-    ],
-)
-def test_a_server_that_cannot_score_says_how(checkpoint, tmp_path, flags, environment, why):
+@pytest.mark.parametrize(("flags", "environment"), [((), {}), (SCORING, {"VLLM_USE_V2_MODEL_RUNNER": "0"})])
+def test_a_server_that_cannot_score_the_students_tokens_scores_its_own(checkpoint, tmp_path, flags, environment):
     with serving.generating(checkpoint[0], tmp_path / "log", *flags, **environment) as url:
         server = asked(url)
         assert server.limits.keys() == {"teacher_top_k"}
         assert server.limits == {"teacher_top_k": 128 if flags else 20}
-        with pytest.raises(ValueError, match=f"(?s)offers ..teacher_top_k.. only.*{why}"):
+        with pytest.raises(ValueError, match=r"offers ..teacher_top_k.. only"):
             teacher_of(server, checkpoint[0], "student_top_k")
         check_known(teacher_of(server, checkpoint[0], "teacher_top_k"), checkpoint[1], proposed(), "teacher_top_k")
 
@@ -138,7 +132,7 @@ def sglang(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory
 def test_sglang_tells_the_teachers_tokens_alone(checkpoint, sglang):
     server = asked(sglang)
     assert (server.api, server.limits.keys()) == ("SGLang", {"teacher_top_k"})
-    with pytest.raises(ValueError, match="SGLang scores one list of tokens for all positions of a row"):
+    with pytest.raises(ValueError, match=r"offers ..teacher_top_k.. only"):
         teacher_of(server, checkpoint[0], "student_top_k")
     teacher = teacher_of(server, checkpoint[0], "teacher_top_k")
     check_known(teacher, checkpoint[1], proposed(), "teacher_top_k")

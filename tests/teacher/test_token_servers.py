@@ -96,7 +96,7 @@ def test_what_is_asked_for_follows_from_the_divergence():
 
 
 def test_a_pooling_server_offers_states_alone(checkpoint):
-    said = "it does not generate; start it with `vllm serve TEACHER --enable-scale"
+    said = r"offers \['states'\] only: set one of these, or start vLLM 0.32 or newer with `vllm serve TEACHER --enable"
     with pretended(checkpoint[1]) as server, pytest.raises(ValueError, match=said):
         known(checkpoint, server)
 

@@ -105,7 +105,7 @@ def test_teacher_tokenizer_with_custom_code_warns_uncompared(make_trainer, loade
 @pytest.mark.refusal
 @pytest.mark.before_loading
 def test_tokenizer_for_a_missing_teacher_is_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"has \['tutor'\], but the teachers are \['teacher'\]"):
+    with pytest.raises(ValueError, match=r"has \['tutor'\]: the teachers are \['teacher'\]"):
         make_trainer(teacher_processing_class={"tutor": tiny.tokenizer()})
 
 

@@ -131,15 +131,17 @@ class FakeQuantizedLinear(nn.Linear):
 
     quantizer: FakeQuantizer
     is_on: bool = True
-    kept: Tensor | None = None
-    """The quantised weight, while it is known not to change."""
+    kept: tuple[int, Tensor] | None = None
+    """A version of the weight, and what it is quantised, while it is expected not to change."""
 
     def forward(self, states: Tensor) -> Tensor:
         if not self.is_on:
             return super().forward(states)
-        weight = self.kept
-        if weight is None:
-            weight = _StraightThrough.apply(self.weight, self.quantizer.of_weight(self.weight))
+        if self.kept is not None and self.kept[0] == self.weight._version:
+            value = self.kept[1]
+        else:
+            value = self.quantizer.of_weight(self.weight)
+        weight = _StraightThrough.apply(self.weight, value)
         if self.quantizer.activation is not None:
             states = _StraightThrough.apply(states, self.quantizer.of_input(states))
         return nn.functional.linear(states, weight, self.bias)
@@ -186,11 +188,11 @@ def unquantized(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def kept_quantized(model: nn.Module) -> Iterator[None]:
     """Quantises each whole weight once, while the context is open, in which weights must not change."""
-    found = [one for one in fake_quantized(model).values() if not isinstance(one.weight, DTensor)]
+    found = [one for one in fake_quantized(model).values() if one.kept is None and not isinstance(one.weight, DTensor)]
     layers = [one for one in found if one.weight.numel() == whole_numel(one.weight)]  # under ZeRO-3 it may be gathered
     try:
         for layer in layers:
-            layer.kept = layer.quantizer.of_weight(layer.weight)
+            layer.kept = layer.weight._version, layer.quantizer.of_weight(layer.weight)
         yield
     finally:
         for layer in layers:

@@ -6,6 +6,7 @@ N tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import (
@@ -24,7 +26,14 @@ from trl_opsd._compat.peft import (
     without_peft,
 )
 from trl_opsd._compat.sharding import class_of
-from trl_opsd._compat.torchao import FakeQuantizedLinear, FakeQuantizer, base_config, prepare, save_quantized
+from trl_opsd._compat.torchao import (
+    FakeQuantizedLinear,
+    FakeQuantizer,
+    base_config,
+    kept_quantized,
+    prepare,
+    save_quantized,
+)
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.losses import ForwardKL, streamed_divergence
 from trl_opsd.losses.streamed import streamed_greedy
@@ -32,6 +41,7 @@ from trl_opsd.methods.base import Method
 from trl_opsd.metrics import Logs, Metric
 from trl_opsd.models.checks import PLACE_OPTIONS
 from trl_opsd.models.weights import first_change, sample
+from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import LazyLogits
 
 FOLDER = "quantized"
@@ -42,7 +52,7 @@ logger = get_logger(__name__)
 
 @final
 @dataclass
-class StudentQuantization(Method):
+class StudentQuantization(Method, TrainerCallback):
     """Trains the student as it will be served: linear layers of the text decoder compute with quantised weights;
     embeddings and head stay as they are. Each save of a student that is no adapter has a folder `quantized`.
 
@@ -84,6 +94,17 @@ class StudentQuantization(Method):
             name = type(without_peft(model)).__name__
             raise ValueError(f"`StudentQuantization`: {name} has no `nn.Linear` in its decoder.")
         prepare(layers, FakeQuantizer.of(self._config, layers, self.host.accelerator.device))
+        self._step = ExitStack()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Quantises whole weights once for all passes of a step, at the end of which they change."""
+        self._step.close()  # of a step that was interrupted
+        if "lomo" not in str(args.optim):  # which steps in each backward pass
+            with autocast(self.host.accelerator):  # as in the passes
+                self._step.enter_context(kept_quantized(self.host.model))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._step.close()
 
     def saved(self, folder: Path, in_checkpoint: bool) -> None:
         """Saves the student quantised; beside an adapter its base, which no checkpoint changes, so not with each."""

@@ -13,8 +13,9 @@ from trl_opsd._compat.peft import CausalLM, activate, adapter_weights, base_para
 from trl_opsd.models.adapters import Adapter
 from trl_opsd.models.backbone import Run
 from trl_opsd.models.checks import sizes
-from trl_opsd.models.weights import Samples, first_change, sample
+from trl_opsd.models.weights import Samples, sample
 from trl_opsd.teacher.frozen import Placement, Resident
+from trl_opsd.teacher.self_teacher import unchanged
 from trl_opsd.types import OutputHead
 
 
@@ -87,7 +88,10 @@ def placed(
         owners = f"; {len(group)} teachers share its base" if len(group) > 1 else ""
         owners += f"; {sizes({id(one): one for one in mine.values()}.values())} of it are others'" if mine else ""
         found |= {name: Adapted(shared, names[name], one.path, owners) for name, one in group.items()}
-    return found, _unchanged(borrowed) if borrowed else None
+    if not borrowed:
+        return found, None
+    who = "a teacher, an adapter of the same base, uses it (with `teacher_offload='cpu'` a copy)"
+    return found, unchanged(lambda: {name: sample(one) for name, one in borrowed.items()}, who)
 
 
 def _borrowed(model: nn.Module, lenders: Sequence[CausalLM]) -> dict[str, Tensor]:
@@ -103,20 +107,3 @@ def _borrowed(model: nn.Module, lenders: Sequence[CausalLM]) -> dict[str, Tensor
                 found[name] = one
                 break
     return found
-
-
-def _unchanged(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-    def sampled() -> Samples:
-        return {name: sample(one) for name, one in weights.items()}
-
-    before = sampled()
-
-    def check() -> None:
-        if (changed := first_change(before, sampled())) is not None:
-            raise ValueError(
-                f"{changed} has changed since the student was passed, but a teacher, an adapter of the same base, uses "
-                "it, and is another model now: do not change the base weights (in a callback, or with "
-                "`merge_adapter`), or set `teacher_offload='cpu'`, for which the teacher gets a copy."
-            )
-
-    return check

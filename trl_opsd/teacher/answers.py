@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from statistics import median, pstdev
-from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
 from trl_opsd.http.client import MIB, Response, Schema, WrongAnswerError, at, warn_in_main
@@ -83,7 +83,7 @@ class Answers(ABC):
 
     @abstractmethod
     def read(self, response: Response, row: Row) -> Tensor:
-        """[n, W]; raises `WrongAnswerError` for what cannot be the answer."""
+        """[n, W]; raises an error, which says what came, for what cannot be the answer."""
 
     @abstractmethod
     def told(self, answer_nW: Tensor) -> list[Found]:
@@ -138,19 +138,13 @@ class States(Answers):
         states_MH = torch.frombuffer(response.content, dtype=self.dtype).view(-1, width) if is_whole else None
         # More states than tokens are accepted where the surplus repeats the row's beginning.
         if states_MH is None or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
-            raise WrongAnswerError(
-                f"{response.request} returned {size} bytes for {tokens} tokens, expected {tokens * of_row}: one state "
-                f"per token, of {width} numbers in {_word(self.dtype)}."
-                f"{' Was only the last token pooled?' * (size == of_row)} Start it with `{POOLING}`, for "
-                f"{self._path!r}."
+            raise ValueError(
+                f"{size} bytes for {tokens} tokens, expected {tokens * of_row}: one state per token, of {width} "
+                f"numbers in {_word(self.dtype)}"
             )
         states_LH = states_MH[-tokens:]
-        if not (is_finite_L := states_LH.isfinite().all(-1)).all():
-            raise WrongAnswerError(
-                f"{response.request} returned NaN or infinite states at {int((~is_finite_L).sum())} of {tokens} "
-                f"tokens, the first at {int(is_finite_L.int().argmin())}: check its weights and dtype; start it with "
-                "the checkpoint's `--dtype`."
-            )
+        if not states_LH.isfinite().all():
+            raise ValueError("NaN or infinite states")
         return states_LH[torch.tensor(row.places) - 1]
 
     def settle(self, answers: Sequence[Tensor]) -> None:
@@ -162,12 +156,7 @@ class States(Answers):
         # The smallest that loses nothing of float32 values is that in which they were computed.
         halves = (torch.bfloat16, torch.float16)
         is_exact = {dtype: all(torch.equal(one.to(dtype).float(), one) for one in answers) for dtype in halves}
-        self.dtype, stored = next((one for one in halves if is_exact[one]), torch.float32), self._checkpoint.dtype
-        if self.dtype != stored:
-            warn_in_main(
-                f"The teacher's server computes in {self.dtype} and the checkpoint is in {stored}: start it with "
-                f"`--dtype {_word(stored)}` if that is not meant."
-            )
+        self.dtype = next((one for one in halves if is_exact[one]), torch.float32)
         self.head = self._checkpoint.head(self.dtype, self._device)
 
     def told(self, answer_nW: Tensor) -> list[Found]:
@@ -221,8 +210,6 @@ class Tokens(Answers):
             self.vocabulary = self.config.get_text_config().vocab_size
         except (OSError, ValueError):  # somebody else's server: the checkpoint need not be here
             warn_in_main(f"No config is found at {path!r}: assuming that the teacher has the student's vocabulary.")
-        if self.vocabulary > MOST_IDS:
-            raise ValueError(f"The teacher has {self.vocabulary} tokens, more than the {MOST_IDS} that can be sent.")
         limits = [limit for one in kinds if (limit := offers.get(one)) is not None]
         if top_k is not None and limits and top_k > min(limits):
             raise ValueError(
@@ -236,11 +223,6 @@ class Tokens(Answers):
         self.head = TokenHead.sized(self.vocabulary, self._known, device)
         whose = {"student_top_k": "the student's", "teacher_top_k": "its own"}
         self._words = " and ".join(f"{whose[one]} {self.top_k} likeliest tokens" for one in kinds)
-        warn_in_main(
-            f"The teacher's server tells the log-probabilities of {self._words} at each position; all others are one "
-            "token to the loss: it is at most that of the whole vocabulary, which "
-            "docs/teachers.md#what-a-generating-server-tells has figures for."
-        )
 
     def __str__(self) -> str:
         rows, width = self.head.weight.shape
@@ -264,13 +246,8 @@ class Tokens(Answers):
         return "/inference/v1/generate", {"model": model, "token_ids": ids, "sampling_params": sampling}, most
 
     def read(self, response: Response, row: Row) -> Tensor:
-        try:
-            parts = self._of_sglang(response, row) if self.api == "SGLang" else self._of_vllm(response, row)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise WrongAnswerError(
-                f"{response.request} returned what are no log-probabilities by token ({error!r:.200})."
-            ) from error
-        return self.packed(row, *self._checked(response.request, parts, row))
+        parts = self._of_sglang(response, row) if self.api == "SGLang" else self._of_vllm(response, row)
+        return self.packed(row, *self._checked(parts, row))
 
     def packed(self, row: Row, ids_nM: Tensor, logs_nM: Tensor) -> Tensor:
         """Packs ids and log-probabilities, the row's own token first, since the loss may need its probability."""
@@ -290,21 +267,16 @@ class Tokens(Answers):
         if row.wanted:
             wanted_nK = torch.tensor(row.wanted)
             shape = (len(ids) - places[0], wanted_nK.size(1))
-            if answer.scores is None:
-                raise WrongAnswerError(
-                    f"{response.request} returned no scores of the {shape[1]} tokens asked for at each position, as "
-                    "vLLM does without an error where its prefix cache holds their beginning: start it with "
-                    f"`{SCORING}`, and without anything that shares prefixes of such requests."
-                )
-            told_nK = _array(response.request, answer.scores, shape)[torch.tensor(places) - places[0]]
+            # vLLM sends none, without an error, where its prefix cache holds the beginning of the row.
+            scores = np.load(io.BytesIO(base64.b64decode(answer.scores or "")), allow_pickle=False)
+            if scores.shape != shape or scores.dtype != np.float32:
+                raise ValueError(f"scores of shape {scores.shape} in {scores.dtype}, expected {shape} in float32")
+            told_nK = torch.from_numpy(scores)[torch.tensor(places) - places[0]]
             found.append((wanted_nK, told_nK.masked_fill(wanted_nK < 0, -torch.inf)))
         if self._teacher_k or not row.wanted:
             rows = answer.top if answer.of_choice is None else answer.of_choice
             if rows is None or len(rows) != len(ids):
-                raise WrongAnswerError(
-                    f"{response.request} returned log-probabilities of {len(rows or ())} positions, expected "
-                    f"{len(ids)}: start it with `{SCORING}`."
-                )
+                raise ValueError(f"log-probabilities of {len(rows or ())} positions, expected {len(ids)}")
             each = [rows[place] or {} for place in places]
             found.insert(0, _table([(int(token), told["logprob"]) for token, told in one.items()] for one in each))
         return found
@@ -314,26 +286,20 @@ class Tokens(Answers):
         # SGLang 0.5.23 names the last id of a vocabulary 0, beside its own log-probability.
         expected = [0 if token == self.vocabulary - 1 else token for token in row.ids[first:]]
         if [token for _, token, _ in answer.own] != expected or len(answer.top) != len(answer.own):
-            raise WrongAnswerError(
-                f"{response.request} returned log-probabilities of {len(answer.own)} tokens, {len(answer.top)} with "
-                f"the likeliest, expected those of the last {len(row.ids) - first} of the row."
-            )
+            raise ValueError(f"log-probabilities of other tokens than the last {len(row.ids) - first} of the row")
         top = _table([(token, score) for score, token, _ in answer.top[place - first] or ()] for place in row.places)
         scores = [(row.ids[place], answer.own[place - first][0]) for place in row.places]
         return [top, _table([(token, score)] if score is not None else [] for token, score in scores)]
 
-    def _checked(self, asked: str, found: list[_Told], row: Row) -> _Told:
-        """All of a place, no id twice; raises `WrongAnswerError` for what no distribution tells."""
+    def _checked(self, found: list[_Told], row: Row) -> _Told:
+        """All of a place, no id twice; raises `ValueError` for what no distribution tells."""
         count_n, top_k, places = (found[0][0] >= 0).sum(1), self._teacher_k, row.places
         ids_nM, logs_nM = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         is_own_n = (ids_nM == torch.tensor([row.ids[place] for place in places])[:, None]).any(1)
         is_wrong_n = ~is_own_n | (count_n < top_k) | ((count_n > top_k + 1) & (top_k > 0))
         if is_wrong_n.any():
             at = int(is_wrong_n.nonzero()[0])
-            raise WrongAnswerError(
-                f"{asked} told {int(count_n[at])} of {top_k or 'the'} tokens at position {places[at]}"
-                f"{', and not its own' * (not is_own_n[at])}: start it with `{SCORING}`."
-            )
+            raise ValueError(f"{int(count_n[at])} of {top_k or 'the'} tokens at position {places[at]}, or not its own")
         # The first of equal ids stays: the likeliest come first.
         ids_nM, order_nM = ids_nM.sort(dim=1, stable=True)
         logs_nM = logs_nM.gather(1, order_nM)
@@ -344,18 +310,12 @@ class Tokens(Answers):
         logs_nM = logs_nM.masked_fill(again_nM, -torch.inf)
         largest, mass = float(logs_nM.nan_to_num(nan=torch.inf).amax()), float(logs_nM.double().exp().sum(1).max())
         if not (largest <= _ABOVE and mass <= 1 + _ABOVE):
-            raise WrongAnswerError(
-                f"{asked} returned log-probabilities of up to {largest:.3g} nats, whose probabilities add up to "
-                f"{mass:.3g}: start it without `--logprobs-mode`."
-            )
+            raise ValueError(f"log-probabilities of up to {largest:.3g} nats, of {mass:.3g} in all")
         if top_k and len(found) > 1:  # what is told beside the likeliest is no likelier than these
             least_n = found[0][1].topk(top_k, 1).values[:, -1]
             is_other_n |= logs_nM.topk(top_k, 1).values[:, -1].exp() > least_n.exp() + _ABOVE
         if is_other_n.any():
-            raise WrongAnswerError(
-                f"{asked} told two probabilities of one token, or others than the likeliest, at position "
-                f"{places[int(is_other_n.nonzero()[0])]}: it mixes up answers; restart it."
-            )
+            raise ValueError("two probabilities of one token, or others than the likeliest")
         # An excluded token has the lowest finite number, as in a head with a bias of -inf.
         least = torch.finfo(torch.float32).min
         return ids_nM, torch.where(ids_nM >= 0, logs_nM.clamp(min=least, max=0.0), logs_nM)
@@ -427,41 +387,25 @@ def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
     # vLLM keeps the states of a row that was preempted and computed again from its first token
     # (vllm-project/vllm#55192), so that the last L are the whole row. A new request would be preempted as well.
 
-    def is_at(state_H: Tensor, at: int) -> bool:
-        return at < len(states_LH) and bool((state_H - states_LH[at]).norm() <= _SAME * states_LH[at].norm())
-
     at = 0
     for state_H in extra_KH.float():
-        at = at if is_at(state_H, at) else 0
-        if not is_at(state_H, at):
+        goes_on = at < len(states_LH) and _is_near(state_H, states_LH[at])
+        if not goes_on and not _is_near(state_H, states_LH[0]):
             return False
-        at += 1
+        at = at + 1 if goes_on else 1
     return True
+
+
+def _is_near(one_H: Tensor, other_H: Tensor) -> bool:
+    return bool((one_H - other_H).norm() <= _SAME * other_H.norm())
 
 
 def _table(rows: Iterable[Iterable[tuple[int, float]]]) -> _Told:
     """Ids and log-probabilities of each place; a `ValueError` for an id that is none."""
     each = [[*row] for row in rows]
-    there_nM = torch.arange(max(map(len, each)))[None] < torch.tensor([*map(len, each)])[:, None]
-    ids_nM, logs_nM = torch.full(there_nM.shape, -1), torch.full(there_nM.shape, -torch.inf)
-    count = int(there_nM.sum())
-    ids = np.fromiter((token for row in each for token, _ in row), np.int64, count)
-    if count and not 0 <= ids.min() <= ids.max() < MOST_IDS:
-        raise ValueError(f"ids from {ids.min()} to {ids.max()}")
-    ids_nM[there_nM] = torch.from_numpy(ids)
-    logs_nM[there_nM] = torch.from_numpy(np.fromiter((one for row in each for _, one in row), np.float32, count))
-    return ids_nM, logs_nM
-
-
-def _array(asked: str, encoded: str, shape: tuple[int, ...]) -> Tensor:
-    """The numbers of a base64 `.npy` file, if they have this shape."""
-    try:
-        found = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    except (ValueError, EOFError, SyntaxError, TokenError, MemoryError) as error:
-        raise WrongAnswerError(f"{asked} returned scores that are no array: {error}.") from error
-    if not isinstance(found, np.ndarray) or found.shape != shape or found.dtype != np.float32:
-        raise WrongAnswerError(
-            f"{asked} returned scores of shape {getattr(found, 'shape', None)}, expected {shape} in float32: a row for "
-            "each position."
-        )
-    return torch.from_numpy(found)
+    ids = [torch.tensor([token for token, _ in row], dtype=torch.int64) for row in each]
+    logs = [torch.tensor([score for _, score in row], dtype=torch.float32) for row in each]
+    ids_nM = pad_sequence(ids, batch_first=True, padding_value=-1)
+    if ids_nM.numel() and not -1 <= int(ids_nM.min()) <= int(ids_nM.max()) < MOST_IDS:
+        raise ValueError(f"ids from {int(ids_nM.min())} to {int(ids_nM.max())}")
+    return ids_nM, pad_sequence(logs, batch_first=True, padding_value=-torch.inf)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
@@ -25,13 +26,14 @@ from trl_opsd.models.backbone import Run, model_shape
 from trl_opsd.models.checks import whole_checkpoint, whole_on
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.weights import Samples
+from trl_opsd.options.rules import refuse
 from trl_opsd.teacher.adapters import placed
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
-from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
+from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident, is_fixed
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.prefix import SharedPrefix
-from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
+from trl_opsd.teacher.self_teacher import Average, OwnTeacher, check_base
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types.known import TokenHead
 
@@ -52,12 +54,6 @@ def build_teacher(
     One that is offloaded keeps its head on the device if it is the only one.
     """
     if isinstance(teacher_model, Teacher):
-        for name, off in (("teacher_offload", "none"), ("teacher_prefix_cache_gb", 0)):
-            if (value := getattr(args, name)) != off:
-                raise ValueError(
-                    f"`{name}={value!r}` has no effect on a {type(teacher_model).__name__}, which manages its own "
-                    "weights: remove the option, or pass a model."
-                )
         return teacher_model
     if isinstance(teacher_model, str):
         teacher_model = _loaded(teacher_model, args, location(args))
@@ -69,37 +65,28 @@ def build_teacher(
     return _frozen(_placed(teacher_model, args, is_only), args, prefix_bytes)
 
 
-def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
-    """A frozen teacher whose model stays on a device."""
-    return FrozenTeacher(Resident(model, device))
-
-
 def average_of(paths: Sequence[str], args: OPSDConfig) -> CausalLM:
     """The mean of the weights of checkpoints, in float32 and host memory; adapters are merged into their bases first.
 
     Raises:
         ValueError: The checkpoints differ in the names or shapes of their weights.
     """
-    mean: CausalLM | None = None
+    sums: dict[str, Tensor] = {}
     for path in paths:
         adapter = adapter_at(path, location(args))
         where = (path, location(args)) if adapter is None else (adapter.base, adapter.loading_of_base)
         model: Any = _loaded(where[0], args, where[1], in_host_memory=True)
         if adapter is not None:
             model = adapter.put_on(model, "expert").merge_and_unload()
-        weights = dict(model.float().named_parameters())
-        if mean is None:
-            mean, sums = model, weights
-            continue
-        shapes = [{(name, one.shape) for name, one in of.items()} for of in (sums, weights)]
-        if differing := sorted(name for name, _ in shapes[0] ^ shapes[1]):
-            raise ValueError(f"{path} and {paths[0]} differ in their weights, first in {differing[0]!r}.")
+        weights = {name: one.data for name, one in model.float().named_parameters()}
+        shapes = [{name: one.shape for name, one in of.items()} for of in (weights, sums)]
+        refuse([(sums and shapes[0] != shapes[1], f"{path} and {paths[0]}", "their weights differ in names or shapes")])
         for name, one in sums.items():
-            one.data.add_(weights[name].data)
-    assert mean is not None, "expected at least one path"
-    for one in mean.parameters():
-        one.data.div_(len(paths))
-    return mean
+            weights[name].add_(one)
+        sums = weights
+    for one in sums.values():
+        one.div_(len(paths))
+    return model
 
 
 def build_teachers(
@@ -125,8 +112,9 @@ def build_teachers(
     is_base, checked = args.teacher_model_kind == "base", None
     if handed_in is not None and (is_base or "origin" in reads):
         need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
-        checked = Origin(student, handed_in, need)
-    urls = servers(args)
+        checked = check_base(student, handed_in, need)
+    urls, device, progress = servers(args), args.teacher_cache_device, _progress(args)
+    own = partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
     prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
@@ -135,7 +123,7 @@ def build_teachers(
     average: Average | None = None
     for name, model in models.items():
         if model is None:
-            teachers[name], average = _build_own(student, run, policy, args, prefix_bytes)
+            teachers[name], average = _build_own(own, student, args, prefix_bytes)
         elif name in urls:
             teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
         elif name in placements:
@@ -146,13 +134,11 @@ def build_teachers(
         teachers = {name: wrap(name, one) for name, one in teachers.items()}
     origin: Teacher | None = None
     if "origin" in reads:
-        own = next((one for one in teachers.values() if is_base), None)
-        origin = own or _build_base(student, run, policy, args, prefix_bytes)
-    checks = [one for one in (checked and checked.check, unchanged) if one is not None]
+        origin = next(iter(teachers.values())) if is_base else _build_base(own, student, args, prefix_bytes)
+    checks = [one for one in (checked, unchanged) if one is not None]
     _check_whole(teachers, args, divergence, needs_whole)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
-    proposer = _own(student, run, policy, args)(nullcontext) if asks_student else None
-    return Teachers(teachers, average, checks, origin, proposer)
+    return Teachers(teachers, average, checks, origin, own(nullcontext) if asks_student else None)
 
 
 def _check_whole(
@@ -195,19 +181,12 @@ def _placed_adapters(
 
 
 def _build_own(
-    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, prefix_bytes: float
+    own: Callable[..., OwnTeacher], student: CausalLM, args: OPSDConfig, prefix_bytes: float
 ) -> tuple[Teacher, Average | None]:
     """The student in another state as its teacher (`args.teacher_model_kind`), and its moving average if any."""
-    kind = args.teacher_model_kind
-    if (kind == "live" or is_peft(student)) and args.teacher_offload != "none":
-        raise ValueError(
-            f"`teacher_offload={args.teacher_offload!r}` has nothing to offload: with `teacher_model_kind={kind!r}` "
-            "the student teaches with its own weights. Set `teacher_offload='none'`."
-        )
-    if kind == "base":
-        return _build_base(student, run, policy, args, prefix_bytes), None
-    own = _own(student, run, policy, args)
-    if kind == "live":
+    if args.teacher_model_kind == "base":
+        return _build_base(own, student, args, prefix_bytes), None
+    if args.teacher_model_kind == "live":
         return own(nullcontext), None
     averaged = partial(
         Average, partial(trained_parameters, student), rate=args.teacher_update_rate, every=args.teacher_sync_steps
@@ -231,13 +210,11 @@ def _build_own(
     return teacher, averaged({name: parameters[name] for name in followed})
 
 
-def _build_base(
-    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, prefix_bytes: float
-) -> Teacher:
+def _build_base(own: Callable[..., OwnTeacher], student: CausalLM, args: OPSDConfig, prefix_bytes: float) -> Teacher:
     """The student as it was passed: without its adapter and not quantised, or a copy."""
     if is_peft(student):
         prefix = SharedPrefix(student, prefix_bytes, args.device) if prefix_bytes else None
-        return _own(student, run, policy, args)(partial(_as_passed, student), prefix=prefix)
+        return own(partial(_as_passed, student), prefix=prefix)
     teacher = _copied(student, args, prefix_bytes)
     restore(teacher.model)
     return teacher
@@ -247,11 +224,6 @@ def _build_base(
 def _as_passed(student: CausalLM) -> Iterator[None]:
     with without_adapter(student), unquantized(student):
         yield
-
-
-def _own(student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig) -> Callable[..., OwnTeacher]:
-    device, progress = args.teacher_cache_device, _progress(args)
-    return partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
 
 
 def _copied(student: CausalLM, args: OPSDConfig, prefix_bytes: float = 0) -> FrozenTeacher:
@@ -265,7 +237,9 @@ def _progress(args: OPSDConfig) -> bool:
 
 
 def _placed(model: CausalLM, args: OPSDConfig, is_only: bool) -> Placement:
-    _check_movable(model, args.teacher_offload)
+    offload, fixed = args.teacher_offload, is_fixed(model)
+    what = f"`teacher_offload={offload!r}` with a teacher that is quantised or was loaded with a device map"
+    refuse([(offload != "none" and fixed, what, "its weights cannot be moved; set 'none', or load it without")])
     of_head = {"keeps_head": is_only} if args.teacher_offload in ("cpu", "stream") else {}
     return _PLACEMENTS[args.teacher_offload](model, args.device, **of_head)
 
@@ -311,16 +285,12 @@ def _loaded(path: str, args: OPSDConfig, place: Mapping[str, Any], in_host_memor
     others = {name: one for name, one in teacher_loading(args).items() if name not in LOCATION_OPTIONS}
     kwargs = {"dtype": None, "use_safetensors": True, **others, **place}
     config = None
-    if in_host_memory:
-        kwargs["device_map"] = None
-    elif args.teacher_offload != "none":
-        kwargs["device_map"] = None
-        # Refused by its config, before gigabytes are loaded.
+    if args.teacher_offload == "zero3" and not in_host_memory:
         theirs = AutoConfig.from_pretrained(path, **place)
-        _check_movable(theirs, args.teacher_offload)
-        if args.teacher_offload == "zero3":
-            dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32
-            config = reader_config(dtype, theirs.get_text_config().hidden_size, args.device)
+        dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32
+        config = reader_config(dtype, theirs.get_text_config().hidden_size, args.device)
+    if in_host_memory or args.teacher_offload != "none":
+        kwargs["device_map"] = None
     elif args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = {"": args.device}
     else:
@@ -330,20 +300,3 @@ def _loaded(path: str, args: OPSDConfig, place: Mapping[str, Any], in_host_memor
     if config is not None:
         recompute_buffers(model)
     return model
-
-
-def _check_movable(teacher: Any, offload: str) -> None:
-    """Refuses weights that cannot be moved; takes a model, or a config before there is a model."""
-    if offload == "none":
-        return
-    if getattr(teacher, "is_quantized", False) or getattr(teacher, "quantization_config", None) is not None:
-        raise ValueError(
-            f"`teacher_offload={offload!r}` with a quantised teacher: quantised weights have state tied to their "
-            "device that moving would lose. Set `teacher_offload='none'`, or use a teacher that is not quantised."
-        )
-    if getattr(teacher, "hf_device_map", None) is not None:
-        raise ValueError(
-            f"`teacher_offload={offload!r}` with a teacher that was loaded with a device map "
-            f"({teacher.hf_device_map}): accelerate already moves its weights. Load it without `device_map`, or set "
-            "`teacher_offload='none'`."
-        )

@@ -50,6 +50,11 @@ def max_over_processes(passes: int, device: torch.device) -> int:
     return int(largest)
 
 
+def is_fixed(model: CausalLM) -> bool:
+    """Whether weights cannot be moved: quantised ones have state tied to their device, accelerate moves mapped ones."""
+    return bool(getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False))
+
+
 class Placement(ABC):
     """Holds one frozen model. In every placement, the same rows give the same hidden states.
 
@@ -116,9 +121,7 @@ class Resident(Placement):
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         # The loss never calls the head, so nothing would fetch weights that are elsewhere.
         check_on_device(model, device, "teacher", "`teacher_offload='stream'` needs little device memory")
-        # Quantised weights and device maps cannot be moved with `to`.
-        fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
-        self.model = model if fixed else model.to(device)
+        self.model = model if is_fixed(model) else model.to(device)
         self.device = next(one.device for one in model.parameters() if not one.is_meta)
 
     @property
@@ -139,37 +142,45 @@ MOST_TOKENS = {"cpu": 1024, "accelerator": math.inf}
 """Tokens of a pass beyond which a device gets slower: a CPU's caches no longer hold a layer's output."""
 
 
-def score_groups(
-    run: Run,
+def score(
+    placement: Placement,
     rollout: Rollout,
-    groups: Sequence[Sequence[int]],
-    passes: int,
-    device: torch.device,
-    cache_device: str = "auto",
-    progress: bool = False,
     policy: BatchPolicy = PADDED,
     prefix: SharedPrefix | None = None,
-    shared: list[int] | None = None,
     read: Callable[..., Tensor] = completion_hidden,
+    cache_device: str = "auto",
+    progress: bool = False,
+    pass_bytes: int = PASS_BYTES,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
-    The rows have [`~types.Rollout.ended`], so that no state is computed that is not needed; all begin with
-    the `shared` tokens of a prefix, if there are any.
+    Each row is read once, up to the last of these tokens, and without a `prefix` that all rows share; `read` runs the
+    passes.
     """
-    bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
+    rollout, model, device = rollout.ended(), placement.model, placement.device
     keeper = Keeper(rollout.weights, cache_device)
-    with torch.no_grad():
-        past = prefix.past(run, shared) if prefix is not None and shared else None
-        for rows in bar:
-            of_pass = rollout.select(rows).cut().to(device)
-            if past is None:
-                keeper.put(rows, run(read, of_pass, policy))
-            else:
-                keeper.put(rows, run(padded_hidden, of_pass, of_pass.measured(), policy, past, past.get_seq_length()))
-        # Surplus passes re-read one row so that collectives stay matched between processes.
-        for _ in range(passes - len(groups)):
-            run(completion_hidden, rollout.select([0]).cut().to(device), policy)
+    with preserved_mode(model), torch.no_grad():
+        if model.training:  # the caller may have set it to training mode since
+            model.eval()
+        if prefix is not None and prefix.works is None:
+            with placement.loaded(passes=4) as run:
+                prefix.prove(run, policy)
+        shared, reading = ([], 0) if prefix is None else prefix.choose(rollout, policy)
+        lengths = [size - len(shared) for size in rollout.sizes]
+        groups = pass_groups(model, lengths, device, policy, pass_bytes, placement.passes_are_costly, len(shared))
+        passes = placement.passes_to_run(len(groups) + reading)
+        with placement.loaded(passes) as run:
+            past = prefix.past(run, shared) if prefix is not None and shared else None
+            for rows in tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress):
+                of_pass = rollout.select(rows).cut().to(device)
+                if past is None:
+                    keeper.put(rows, run(read, of_pass, policy))
+                else:
+                    before = past.get_seq_length()
+                    keeper.put(rows, run(padded_hidden, of_pass, of_pass.measured(), policy, past, before))
+            # Surplus passes re-read one row so that collectives stay matched between processes.
+            for _ in range(passes - reading - len(groups)):
+                run(completion_hidden, rollout.select([0]).cut().to(device), policy)
     return keeper.targets()
 
 
@@ -323,17 +334,5 @@ class FrozenTeacher(Teacher):
         read: Callable[..., Tensor] = completion_hidden,
     ) -> TeacherTargets:
         """The targets of a rollout, whose rows begin with a prefix that all share, if any; `read` runs its passes."""
-        rollout, device = rollout.ended(), self.placement.device
-        passes_are_costly, kept = self.placement.passes_are_costly, (self._cache_device, self._progress)
-        with preserved_mode(self.model):
-            shared, reading = ([], 0) if prefix is None else prefix.choose(rollout, policy)
-            lengths = [size - len(shared) for size in rollout.sizes]
-            groups = pass_groups(
-                self.model, lengths, device, policy, self._pass_bytes, passes_are_costly, before=len(shared)
-            )
-            passes = self.placement.passes_to_run(len(groups) + reading)
-            of_passes = passes - reading, device, *kept, policy
-            with self.placement.loaded(passes) as run:
-                if self.model.training:  # the caller may have set it to training mode since
-                    self.model.eval()
-                return score_groups(run, rollout, groups, *of_passes, prefix, shared, read)
+        kept = self._cache_device, self._progress, self._pass_bytes
+        return score(self.placement, rollout, policy, prefix, read, *kept)

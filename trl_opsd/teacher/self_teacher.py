@@ -16,12 +16,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl_opsd._compat.peft import CausalLM, rewrites_base, without_adapter
 from trl_opsd._compat.sharding import is_split, is_split_model, whole, write
 from trl_opsd.losses.streamed import streamed_likeliest
-from trl_opsd.models.backbone import Run, context_of, preserved_mode
+from trl_opsd.models.backbone import Run, context_of
 from trl_opsd.models.checks import sizes
 from trl_opsd.models.padding import BatchPolicy
-from trl_opsd.models.weights import first_change, sampled
+from trl_opsd.models.weights import Samples, first_change, sampled
+from trl_opsd.options.rules import refuse
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.frozen import max_over_processes, pass_groups, score_groups
+from trl_opsd.teacher.frozen import Placement, max_over_processes, score
 from trl_opsd.teacher.prefix import SharedPrefix
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
@@ -29,48 +30,50 @@ from trl_opsd.types.targets import kept_by_row
 _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher_model`"
 
 
-@final
-class Origin:
-    """The student as it was passed in; refuses an adapter that changes the weights under it, at once or by training."""
+def unchanged(now: Callable[[], Samples], who: str, before: Samples | None = None) -> Callable[[], None]:
+    """A check that weights are still those that were passed; `who` uses them, in words for the error."""
+    then = now() if before is None else before
 
-    def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor], of: str) -> None:
-        self._student, self._of = student, of  # what needs it, and a verb, for messages
-        self._handed_in = handed_in  # samples of the base weights, from before an adapter is added here
-        # Some initialisations (PiSSA) move part of the base weights into the adapter.
-        kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}
-        changed = first_change(handed_in, sampled(student))
-        if kinds or changed is not None:
-            inits = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
+    def check() -> None:
+        if (changed := first_change(then, now())) is not None:
             raise ValueError(
-                f"{self._of} the student without its adapter, but the adapter "
-                f"({', '.join(inits) or 'as it was added'}) changed the base "
-                f"weights{'' if changed is None else f', first {changed}'}, so the base is another model now. "
-                f"Initialise the adapter without changing them (`init_lora_weights=True`), {_ANOTHER_COPY}."
-            )
-        self._check_frozen()
-
-    def check(self) -> None:
-        """Raises `ValueError` if a weight under the adapter has changed. Collective."""
-        changed = first_change(self._handed_in, sampled(self._student))
-        if changed is not None:
-            raise ValueError(
-                f"{changed} has changed since the student was passed, but {self._of} the student without its adapter, "
-                "which is another model now: do not change the base weights (in a callback, or with `merge_adapter`), "
-                f"{_ANOTHER_COPY}."
+                f"{changed} has changed since the student was passed, but {who}, which is another model now: do not "
+                f"change the base weights (in a callback, or with `merge_adapter`), {_ANOTHER_COPY}."
             )
 
-    def _check_frozen(self) -> None:
-        trainable = {name for name, parameter in self._student.named_parameters() if parameter.requires_grad}
-        # With the adapter disabled, peft before 0.19 also makes the originals of `modules_to_save` trainable.
-        with without_adapter(self._student):
-            without = [name for name, parameter in self._student.named_parameters() if parameter.requires_grad]
-        trained = [name for name in without if name in trainable]
-        if trained:
-            raise ValueError(
-                f"{self._of} the student without its adapter, but {trained[0]!r} is trainable and "
-                f"shared by both ({len(trained)} such parameters), so the teacher would change with the student: set "
-                f"`bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}."
-            )
+    return check
+
+
+def check_base(student: CausalLM, handed_in: Samples, of: str) -> Callable[[], None]:
+    """Refuses an adapter that changes the weights under it, at once or by training; returns a check of these weights.
+
+    `of` says what needs them, and a verb; `handed_in` are samples from before an adapter was added here. Collective.
+    """
+    # Some initialisations (PiSSA) move part of the base weights into the adapter.
+    kinds = [one for one in student.peft_config.values() if rewrites_base(one)]
+    inits = ", ".join(f"init_lora_weights={one.init_lora_weights!r}" for one in kinds)
+    changed, needs = first_change(handed_in, sampled(student)), f"{of} the student without its adapter"
+    trainable = {name for name, parameter in student.named_parameters() if parameter.requires_grad}
+    # With the adapter disabled, peft before 0.19 also makes the originals of `modules_to_save` trainable.
+    with without_adapter(student):
+        without = [name for name, parameter in student.named_parameters() if parameter.requires_grad]
+    shared = next((name for name in without if name in trainable), None)
+    refuse(
+        [
+            (
+                kinds or changed is not None,
+                f"{needs}, but the adapter changed the base weights ({inits or changed})",
+                "the base is another model now. Initialise the adapter without changing them "
+                f"(`init_lora_weights=True`), {_ANOTHER_COPY}",
+            ),
+            (
+                shared,
+                f"{needs}, but {shared!r} is trainable and shared by both",
+                f"set `bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}",
+            ),
+        ]
+    )
+    return unchanged(lambda: sampled(student), needs, handed_in)
 
 
 FILE = "ema_teacher.safetensors"
@@ -121,15 +124,6 @@ class Average(TrainerCallback):
         finally:
             restore()
 
-    @property
-    def copies(self) -> dict[str, Tensor]:
-        """The averages that are not the teacher's own tensors because those are in half precision."""
-        return {
-            name: average
-            for name, average in self._average.items()
-            if average.data_ptr() != self._teacher[name].data_ptr()
-        }
-
     def save(self, folder: str | Path) -> None:
         """Writes the average into a checkpoint."""
         tensors = {name: average.contiguous() for name, average in self._average.items()}
@@ -146,8 +140,10 @@ class Average(TrainerCallback):
         self._copy_to_teacher()
 
     def _copy_to_teacher(self) -> None:
-        for name, average in self.copies.items():
-            self._teacher[name].copy_(average)
+        for name, average in self._average.items():
+            # Of a teacher in float32 they are its own tensors.
+            if average.data_ptr() != self._teacher[name].data_ptr():
+                self._teacher[name].copy_(average)
 
     def _swap(self) -> None:
         student = self._student()
@@ -155,6 +151,32 @@ class Average(TrainerCallback):
             parameter = student[name]
             # Swapping storage copies nothing, and optimizer state that refers to the parameters stays valid.
             parameter.data, tensor.data = tensor.data, parameter.data
+
+
+@final
+class _Student(Placement):
+    """The student's parameters, which hold the teacher's weights while it scores."""
+
+    def __init__(self, student: CausalLM, run: Run, as_teacher: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.model, self._run, self._as_teacher = student, run, as_teacher
+        # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or nothing for the live student.
+        with as_teacher():
+            self._head = OutputHead.of(student)
+        # The module, not its tensors, which FSDP2 replaces when training begins. The last match, as a head may be tied.
+        *_, self._layer = (one for one in student.modules() if getattr(one, "weight", None) is self._head.weight)
+
+    @property
+    def head(self) -> OutputHead:
+        return replace(self._head, weight=self._layer.weight, bias=getattr(self._layer, "bias", None))
+
+    @contextmanager
+    def loaded(self, passes: int) -> Iterator[Run]:
+        with self._as_teacher():
+            yield self._run
+
+    def passes_to_run(self, passes: int) -> int:
+        # A sharded student's forward is collective, so all processes run the same number of passes.
+        return max_over_processes(passes, self.device)
 
 
 @final
@@ -177,16 +199,8 @@ class OwnTeacher(Teacher):
         kept: Collection[Tensor] = (),
         prefix: SharedPrefix | None = None,
     ) -> None:
-        self.model = student
-        # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or nothing for the live student.
-        with as_teacher():
-            self._head = OutputHead.of(student)
-        # The module, not its tensors, which FSDP2 replaces when training begins. The last match, as a head may be tied.
-        *_, self._layer = (one for one in student.modules() if getattr(one, "weight", None) is self._head.weight)
-        self._run = run
-        self._as_teacher = as_teacher
-        self._cache_device = cache_device
-        self._progress = progress
+        self.model, self._placement, self._as_teacher = student, _Student(student, run, as_teacher), as_teacher
+        self._cache_device, self._progress = cache_device, progress
         self._batching = policy  # a callable: for a sharded student it is known only later
         self._kept = kept  # weights that `as_teacher` swaps in, to describe their size
         self.prefix = prefix  # if it is static
@@ -196,7 +210,7 @@ class OwnTeacher(Teacher):
 
     @property
     def head(self) -> OutputHead:
-        return replace(self._head, weight=self._layer.weight, bias=getattr(self._layer, "bias", None))
+        return self._placement.head
 
     @property
     def context(self) -> int | None:
@@ -213,23 +227,11 @@ class OwnTeacher(Teacher):
             yield self.model
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        rollout, device = rollout.ended(), rollout.completion_ids.device
-        passes_are_costly, kept = is_split_model(self.model), (self._cache_device, self._progress)
-        prefix = self.prefix
-        with preserved_mode(self.model):
-            self.model.eval()
-            if prefix is not None and prefix.works is None:
-                with self._as_teacher():
-                    prefix.prove(self._run, self.batching)
-            shared, reading = ([], 0) if prefix is None else prefix.choose(rollout, self.batching)
-            lengths, how = [size - len(shared) for size in rollout.sizes], (device, *kept, self.batching)
-            groups = pass_groups(
-                self.model, lengths, device, self.batching, passes_are_costly=passes_are_costly, before=len(shared)
-            )
-            # A sharded student's forward is collective, so all processes run the same number of passes.
-            passes = max_over_processes(len(groups) + reading, device) - reading
-            with self._as_teacher():
-                return score_groups(self._run, rollout, groups, passes, *how, prefix, shared)
+        placement = self._placement
+        # Not known before: a student is sharded when training begins.
+        placement.device, placement.passes_are_costly = rollout.completion_ids.device, is_split_model(self.model)
+        kept = {"cache_device": self._cache_device, "progress": self._progress}
+        return score(placement, rollout, self.batching, self.prefix, **kept)
 
 
 @torch.no_grad()

@@ -5,9 +5,8 @@ B rows · C completion tokens · n tokens of a row that count · W numbers of ea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from trl_opsd.http.client import WrongAnswerError
 from trl_opsd.losses import Divergence, ForwardKL, SampledReverseKL, SkewedForwardKL
 from trl_opsd.models.backbone import check_no_holes
-from trl_opsd.teacher.answers import KINDS, Answers, Row, States, Tokens, difference, kl, without
+from trl_opsd.teacher.answers import KINDS, SCORING, Answers, Row, States, Tokens, difference, kl, without
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import predictions_of
 from trl_opsd.teacher.servers import TeacherServer
@@ -53,18 +52,17 @@ def answers_of(
     vocabulary: int,
     top_k: int | None = None,
 ) -> Answers:
-    """What a server is asked for, by a value of `teacher_server_targets`; `vocabulary` is the student's.
+    """What a server is asked for, by a value of `teacher_server_targets`, of the checkpoint at `path`.
 
-    Of the checkpoint at `path` config and head are loaded; of tokens the config alone, if it is there. `options` are
-    such as `revision`.
+    `options` are such as `revision`; `vocabulary` is the student's.
     """
     if targets == "states":
         return States(path, options, device)
     kinds = KINDS if targets == "both_top_k" else (targets,)
-    if missing := [one for one in kinds if one not in server.limits]:
+    if not {*kinds} <= server.limits.keys():
         raise ValueError(
             f"`teacher_server_targets={targets!r}`: the teacher's server at {server.url} ({server.api}) offers "
-            f"{sorted(server.limits)} only: set one of these. It lacks {missing[0]!r}: {server.missing[missing[0]]}."
+            f"{sorted(server.limits)} only: set one of these, or start vLLM 0.32 or newer with `{SCORING}`."
         )
     return Tokens(path, options, device, vocabulary, server.api, server.limits, kinds, top_k)
 
@@ -78,7 +76,6 @@ class ServedTeacher(Teacher):
         self._path, self._server, self._answers = path, server, answers
         self._cache_device, self._progress = cache_device, progress
         self._expected: dict[Row, Future[Tensor]] = {}
-        self._alone: dict[Row, Future[Tensor]] = {}
         self.config, self.student_k, self.spelling = answers.config, answers.student_k, answers.spelling
         most = self.config and getattr(self.config.get_text_config(), "max_position_embeddings", None)
         self._context = min((one for one in (server.context, most) if one is not None), default=None)
@@ -116,26 +113,19 @@ class ServedTeacher(Teacher):
                 pairs = zip(told, logs.flatten(0, 1), strict=True)
                 theirs = [{token: float(log_V[token]) for token in one} for one, log_V in pairs]
         # Processes may reach different servers at the same address.
-        found = gather_object([(self._server.url, self._said(), told, self._context, theirs)])
+        said = str(self._answers).partition(";")[0]
+        found = gather_object([(self._server.url, said, told, self._context, theirs)])
         url, said, told, _, theirs = found[0]
+        of = f"process 0 ({url}; {said})" if theirs is None else f"the checkpoint {self._path!r}"
         for process, (their_url, they_say, they_told, *_) in enumerate(found):
-            apart = difference(they_told, told) if they_say == said else "different,"
+            apart = difference(they_told, told if theirs is None else theirs) if they_say == said else "different"
             if apart:
                 raise WrongAnswerError(
-                    f"The teacher's servers of process 0 ({url}; {said}) and of process {process} ({their_url}; "
-                    f"{they_say}) are {apart} for the same tokens: start all with the same checkpoint, revision and "
-                    "`--dtype`; 127.0.0.1 is a different server on each machine."
+                    f"The teacher's server of process {process} ({their_url}; {they_say}) is {apart} from {of} for the "
+                    "same tokens: it serves another model, revision, dtype or layer, such as a fine-tune, or changes "
+                    "what it returns: name the checkpoint that it serves; 127.0.0.1 is another server on each machine."
                 )
-        if theirs is not None and (apart := difference(told, theirs)):
-            raise WrongAnswerError(
-                f"The teacher's server at {url} is {apart} from the checkpoint {self._path!r} for the same tokens: it "
-                "serves another model, revision or layer, such as a fine-tune, or changes what it returns: name the "
-                "checkpoint that it serves."
-            )
         self._context = min((one for *_, one, _ in found if one is not None), default=None)
-
-    def _said(self) -> str:
-        return str(self._answers).partition(";")[0]
 
     def __str__(self) -> str:
         return f"{self._path!r} behind {self._server.url}, which reports {self._server.name!r}: {self._answers}"
@@ -168,47 +158,37 @@ class ServedTeacher(Teacher):
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         check_no_holes(rollout.measured())
-        rows = self._rows(rollout)
-        keeper = Keeper(rollout.weights, self._cache_device)
-        empty_0W = torch.empty(0, self.head.weight.size(1), dtype=self.head.weight.dtype)
-        with closing(self._scored(rows)) as answers:
-            for number, (row, found_nW) in enumerate(zip(rows, answers, strict=True)):
-                states_CW = empty_0W
-                if row is not None and found_nW is not None:
-                    places_n = torch.tensor(row.places) - int(rollout.prompt_mask[number].sum())
-                    states_CW = found_nW.new_zeros(int(places_n[-1]) + 1, found_nW.size(1))
-                    states_CW[places_n] = found_nW
-                keeper.put([number], states_CW[None])
-        return keeper.targets()
-
-    def _scored(self, rows: Sequence[Row | None]) -> Generator[Tensor | None]:
-        """The answer to each row, in order; `None` where there is no row. Close it, so that none is left over."""
-        # Equal completions of one prompt give equal rows, which are requested once; the longest should not start last.
-        asked = sorted({row for row in rows if row is not None}, key=lambda row: -len(row.ids))
-        is_known = len(asked) == 1 and asked[0] in self._alone
-        reading = {row: self._begun(row) for row in asked}
-        # With `overlap="step"`, a process that waits for others requests one row again and again: keep its answer.
-        self._alone = dict(reading) if len(rows) == len(reading) == 1 else {}
-        probe = None if is_known or not asked else self._start(self._probes[0])
-        last: dict[Any, int] = {row: number for number, row in enumerate(rows)}
+        # Equal completions of one prompt give equal rows, which are requested once.
+        numbers: dict[Row | None, list[int]] = {}
+        for number, row in enumerate(self._rows(rollout)):
+            numbers.setdefault(row, []).append(number)
+        prompts, keeper = rollout.prompt_mask.sum(1).tolist(), Keeper(rollout.weights, self._cache_device)
+        asked = sorted((row for row in numbers if row is not None), key=lambda row: -len(row.ids))  # the longest first
+        answers = {row: self._begun(row) for row in asked}
+        probe = self._start(self._probes[0]) if asked else None
         try:
-            bar = tqdm(rows, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress)
-            for number, row in enumerate(bar):
-                yield None if row is None else reading[row].result()
-                if row is not None and last[row] == number:
-                    del reading[row]  # otherwise all answers of a batch would be held twice
+            for row in tqdm(numbers, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress):
+                found_nW = None if row is None else answers.pop(row).result()  # else all would be held twice
+                for number in numbers[row]:
+                    states_CW = torch.empty(0, self.head.weight.size(1), dtype=self.head.weight.dtype)
+                    if row is not None and found_nW is not None:
+                        places_n = torch.tensor(row.places) - prompts[number]
+                        states_CW = found_nW.new_zeros(int(places_n[-1]) + 1, found_nW.size(1))
+                        states_CW[places_n] = found_nW
+                    keeper.put([number], states_CW[None])
             if probe is not None and (apart := difference(self._answers.told(probe.result()), self._told[0])):
                 raise WrongAnswerError(
                     f"The teacher's server at {self._server.url} is {apart} from its answer at the start for the same "
                     "tokens: it was started with another model, or changed. Nothing of this batch was learned."
                 )
         finally:
-            for future in (*reading.values(), *([] if probe is None else [probe])):
+            for future in (*answers.values(), *([] if probe is None else [probe])):
                 future.cancel()
+        return keeper.targets()
 
     def _begun(self, row: Row) -> Future[Tensor]:
-        """The answer to a row that was requested ahead, or was the last single row; else the row is requested now."""
-        found = self._expected.pop(row, None) or self._alone.get(row)
+        """The answer to a row that was requested ahead; else the row is requested now."""
+        found = self._expected.pop(row, None)
         # A request that failed since then, perhaps in an earlier training, is repeated.
         if found is not None and not (found.done() and (found.cancelled() or found.exception())):
             return found

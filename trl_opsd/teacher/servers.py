@@ -24,7 +24,7 @@ from trl_opsd.http.client import (
     warn_in_main,
 )
 from trl_opsd.http.urls import TEACHER_TOKEN
-from trl_opsd.teacher.answers import KINDS, POOLING, SCORING, Answers, Row
+from trl_opsd.teacher.answers import POOLING, SCORING, Answers, Row
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class TeacherServer(HTTPClient):
     """The server of a teacher, and the model that it serves.
 
     `deadline`: seconds per row over all attempts. `timeout`: seconds to wait until it is up, and again for its first
-    rows; a later row that takes longer is warned of, once. A `ValueError` if it is not up in time.
+    rows. A `ValueError` if it is not up in time.
     """
 
     api = "vLLM (pooling)"
@@ -94,7 +94,6 @@ class TeacherServer(HTTPClient):
     def __init__(self, url: str, deadline: float, timeout: float) -> None:
         super().__init__(KIND, url, KIND.health_seconds)
         self._row_seconds, self._start_seconds = deadline, max(timeout, _PROBE_SECONDS)
-        self._has_warned = False
         self._room = asyncio.Semaphore(_AT_ONCE)
         self.wait_until_up(timeout)
         self.model = self.get("/v1/models").parse(_Model)
@@ -104,8 +103,6 @@ class TeacherServer(HTTPClient):
         """Maximum tokens of a row; `None` where there is no limit."""
         self.limits: dict[str, int | None] = {"states": None}
         """The largest K of each of the targets that it offers; `None` where it has none."""
-        self.missing: dict[str, str] = {}
-        """Why it does not offer the rest."""
 
     def start(self, answers: Answers, row: Row) -> Future[Tensor]:
         """Starts to score a row; the future has the answer, [n, W], or a `ServerError`."""
@@ -114,8 +111,15 @@ class TeacherServer(HTTPClient):
             path, body, most = answers.request(row, self.model.id)
             response = await self.request("POST", path, json=body, max_bytes=most, seconds=seconds)
             response.check_status(f" See its log; it is started with `{answers.start}`.")
-            # In a thread, because reading a long row would block the other requests of this loop.
-            return await asyncio.to_thread(answers.read, response, row)
+            try:  # in a thread, because reading a long row would block the other requests of this loop
+                return await asyncio.to_thread(answers.read, response, row)
+            except ServerError:
+                raise
+            except Exception as error:  # whatever can be wrong with it
+                raise WrongAnswerError(
+                    f"{response.request} returned {error!s:.200}, which is no answer: start it with "
+                    f"`{answers.start}`, for this checkpoint, and see its log."
+                ) from error
 
         return self.begin(self._answer(ask, f"scored a row of {len(row.ids)} tokens"))
 
@@ -124,41 +128,29 @@ class TeacherServer(HTTPClient):
 
         A `ServerError` if every attempt fails, or none ends in time; it says that the server has not done `what`.
         """
-        seconds, origin, attempts = self._start_seconds, KIND.timeout, 1
+        seconds, origin, left, said = self._start_seconds, KIND.timeout, 1, ""
         if self.is_proved:
-            seconds, origin, attempts = self._row_seconds, "ddp_timeout", ATTEMPTS
-        failures, said = 0, ""
+            seconds, origin, left = self._row_seconds, "ddp_timeout", ATTEMPTS
+        each = seconds / left
         try:
             async with asyncio.timeout(seconds), self._room:
                 while True:
-                    loop = asyncio.get_running_loop()
-                    alarm = loop.call_later(self._start_seconds, self._warn_of_delay, seconds / attempts)
                     try:
-                        return await ask(seconds / attempts)
+                        return await ask(each)
                     except WrongAnswerError:
                         raise
                     except BusyError as error:  # which is no failure
                         said, pause = str(error), max(error.seconds, PAUSE)
                     except ServerError as error:
-                        said, pause, failures = str(error), PAUSE, failures + 1
-                        if failures == attempts:
+                        said, pause, left = str(error), PAUSE, left - 1
+                        if not left:
                             raise
-                    finally:
-                        alarm.cancel()
                     await asyncio.sleep(pause)
         except TimeoutError:
             raise ServerError(
                 f"{KIND.subject} at {self.url} has not {what} within {seconds:g} seconds (from `{origin}`): see its "
                 f"log, and raise `{origin}` if it just needs more time. {said}"
             ) from None
-
-    def _warn_of_delay(self, seconds: float) -> None:
-        if self.is_proved and not self._has_warned:
-            self._has_warned = True
-            warn_in_main(
-                f"{KIND.subject} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
-                f"waiting up to {seconds:g} (from `ddp_timeout`): see its log."
-            )
 
     # ---- What it offers -----------------------------------------------------------------------------------------
 
@@ -173,38 +165,29 @@ class TeacherServer(HTTPClient):
             # Another status is not one of a server that does not offer this, but could not answer now.
             return answer if answer.status in _CANNOT else answer.check_status()
 
-        if self.model.owned_by == "sglang":
+        if self.model.owned_by == "sglang":  # which scores one list of tokens for all positions of a row
             self.api, self.limits = "SGLang", {"teacher_top_k": None}
-            self.missing["student_top_k"] = "SGLang scores one list of tokens for all positions of a row"
-            info = await asked("/server_info")
-            if info.status == 404:  # its name before 0.5.6
-                info = await asked("/get_server_info")
-            self.context = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
+            info = (await asked("/server_info")).parse(_Limits)
+            self.context = info.max_req_input_len - 1  # it refuses a row of this length
         else:
             model = self.model.id
             many = {"model": model, "prompt": [0, 1], "max_tokens": 1, "prompt_logprobs": _TOO_MANY}
             found = await asked("/v1/completions", many)
-            if allowed := re.search(r"max allowed: (\d+)", found.text):
-                self.api, self.limits = "vLLM", {"teacher_top_k": int(allowed[1])}
-                some = {"prompt_logprob_token_ids": [[0]], "prompt_logprob_start": 0, "max_tokens": 1}
-                path = "/inference/v1/generate"
-                answer = await asked(path, {"model": model, "token_ids": [0, 1], "sampling_params": some})
-                if answer.status == 200 and answer.parse(_Scores).prompt_token_id_logprobs is not None:
-                    self.limits["student_top_k"] = int(allowed[1])
-                else:
-                    said = f"{path} returned {answer.status}: {answer.text[:200]}"
-                    self.missing["student_top_k"] = f"{said}; start vLLM 0.32 or newer, with `{SCORING}`"
-            elif found.status in (404, 405, 501):
-                why = f"it has no /v1/completions: it does not generate; start it with `{SCORING}`"
-                self.missing = dict.fromkeys(KINDS, why)
+            if found.status in (404, 405, 501):  # it does not generate
                 return
-            else:
+            allowed = re.search(r"max allowed: (\d+)", found.text)
+            if allowed is None:
                 raise ValueError(
                     f"{found.request} did not answer how many log-probabilities it tells ({found.status}: "
                     f"{found.text[:200]}): expected a vLLM or SGLang server; start one with `{SCORING}`."
                 )
+            self.api, self.limits = "vLLM", {"teacher_top_k": int(allowed[1])}
+            some = {"prompt_logprob_token_ids": [[0]], "prompt_logprob_start": 0, "max_tokens": 1}
+            body = {"model": model, "token_ids": [0, 1], "sampling_params": some}
+            answer = await asked("/inference/v1/generate", body)
+            if answer.status == 200 and answer.parse(_Scores).prompt_token_id_logprobs is not None:
+                self.limits["student_top_k"] = int(allowed[1])
             self.context = self.model.max_model_len and self.model.max_model_len - 1  # a token is generated after it
-        self.missing["states"] = "it generates, and sends no hidden states"
         if tokenizer is None:
             return
         special = {*tokenizer.all_special_ids}  # which some servers leave out

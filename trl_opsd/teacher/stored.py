@@ -23,9 +23,9 @@ from torch import Tensor
 from trl_opsd.checkpoints import sync
 from trl_opsd.options.rules import refuse
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.known import TokenHead
-from trl_opsd.types.targets import has_streams, targets_device
+from trl_opsd.types.targets import Keeper
 
 if TYPE_CHECKING:
     from trl_opsd.config import OPSDConfig
@@ -225,10 +225,9 @@ class StoredTeacher(Teacher):
         return context
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        accelerator = rollout.weights.device
-        places = [counts_C.nonzero().squeeze(1) for counts_C in rollout.weights.cpu() != 0]
         found = [self.store.find(self._name, key) for key in keys_of(rollout)]
-        if missing := [row for row, of_row in enumerate(places) if len(of_row) and found[row] is None]:
+        counts = (rollout.weights.cpu() != 0).any(1).tolist()
+        if missing := [row for row, one in enumerate(found) if one is None and counts[row]]:
             prompt, completion = (
                 self.decode(one[missing[0]]) for one in (rollout.prompt_lists(), rollout.completion_lists())
             )
@@ -238,16 +237,11 @@ class StoredTeacher(Teacher):
                 f"{completion[:60]!r}: run `trl-opsd targets` with these rows, which adds what is missing; or is the "
                 "prompt, the completion or `max_completion_length` another one than then?"
             )
-        like = next((one for one in found if one is not None), self._head.weight)
-        lengths, pinned = [len(of_row) for of_row in places], has_streams(accelerator)
-        # One block, and one copy to the device.
-        states_NW = torch.empty(sum(lengths), like.size(1), dtype=like.dtype, pin_memory=pinned)
-        for states_nW, known_CW, of_row in zip(states_NW.split(lengths), found, places, strict=True):
-            if known_CW is not None:
-                torch.index_select(known_CW, 0, of_row, out=states_nW)
-        device = targets_device(self._cache_device, states_NW.nbytes, accelerator)
-        rows = zip(states_NW.to(device, non_blocking=pinned).split(lengths), places, strict=True)
-        return TeacherTargets.by_row([RowTargets(*row) for row in rows], rollout.weights.size(1))
+        keeper = Keeper(rollout.weights, self._cache_device)
+        nothing_0W = next((one for one in found if one is not None), self._head.weight)[:0]
+        for row, known_CW in enumerate(found):
+            keeper.put([row], (nothing_0W if known_CW is None else known_CW)[None])
+        return keeper.targets()
 
 
 def stored_teachers(args: OPSDConfig) -> dict[str, StoredTeacher]:

@@ -183,19 +183,13 @@ def scored(teacher: Teacher, rollout: Rollout) -> TeacherTargets:
     return targets
 
 
-_FEW = 4
-"""Rows whose first and last target are compared first; if they differ, as nearly always, nothing else is."""
-
-
 def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: str) -> None:
     """Refuses hidden states that are the same after different tokens; waits for the weights and one comparison."""
     counts_BC = rollout.weights.cpu() != 0
     places = {row: counts_BC[row].nonzero().squeeze(1) for row in counts_BC.any(1).nonzero().flatten().tolist()}
-    few = [targets.of(row, places[row][[0, -1]]) for row in list(places)[:_FEW]]
-    if not few or not (torch.cat(few) == few[0][0]).all():
-        return
-    first = few[0][:1]  # only now all others
-    if not all((targets.of(row, of_row) == first).all() for row, of_row in places.items()):
+    first = next((targets.of(row, of_row[:1]) for row, of_row in places.items()), None)
+    # Of nearly all teachers the first row with two tokens differs, and nothing else is compared.
+    if first is None or not all((targets.of(*one) == first).all() for one in places.items()):
         return
     read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)
     read_N = read_BC.cpu()[counts_BC]
@@ -227,47 +221,32 @@ def prove_alignment(
     # A row is scored again beside a copy with another token before its last one. Only the last target may differ: an
     # earlier difference means that states are shifted towards later tokens, none that they are shifted back.
     pair = _with_another_token(rollout.select([row, row]), up_to_last)
+    hidden_2CH, said = None, ""
     try:
         with preserved_rng(rollout.completion_ids.device):
             hidden_2CH = read(pair).hidden
     except Exception as error:  # a teacher that looks targets up has none for the changed row
-        logger.warning(
-            f"`{where}` failed on a row with one changed token ({type(error).__name__}: "
-            f"{next(iter(str(error).splitlines()), '')[:_QUOTED]}), so it is unknown whether its targets are aligned "
-            f"with the tokens. {_CALLED_AGAIN}"
-        )
-        return
-    read_nH, changed_nH = hidden_2CH[:, places].float()
+        reason = next(iter(str(error).splitlines()), "")[:_QUOTED]
+        said = f"failed on a row with one changed token ({type(error).__name__}: {reason}), so may not be aligned"
     # Nothing can be concluded without three tokens, without another token, or from NaNs, which other checks report.
-    if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
-        return
-    if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():
-        logger.warning(
-            f"`{where}` returned different states for a row when called again without the rest of its batch: check "
-            "that rows are in order, the model is in eval mode, and padding does not change its states. "
-            f"{_CALLED_AGAIN}"
-        )
-        return
-    differ = _differ(read_nH, changed_nH).tolist()
-    first = differ.index(True) if any(differ) else None
-    if first is None:
-        logger.warning(
-            f"`{where}` returned states that do not depend on the token right before the predicted one: are they one "
-            "token behind, or cached regardless of the completion? The first target is the state at the last token of "
-            f"the prompt. {_CALLED_AGAIN}"
-        )
-    elif first == 0:
-        logger.warning(
-            f"`{where}` returned states whose first already depends on later tokens of the completion, possibly the "
-            "one it predicts. If the teacher is meant to use hindsight, ignore this; it is logged once. "
-            f"{_CALLED_AGAIN}"
-        )
-    elif too_far := len(places) - 1 - first:
-        raise ValueError(
-            f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} ahead: they have seen the token "
-            "they should predict. For P prompt tokens and C completion tokens, return the model's `hidden[:, P - 1 : "
-            f"-1]`; the student was not changed. {_CALLED_AGAIN}"
-        )
+    is_telling = len(places) >= 3 and not torch.equal(*pair.completion_ids)
+    if is_telling and hidden_2CH is not None and hidden_2CH[:, places].isfinite().all():
+        read_nH, changed_nH = hidden_2CH[:, places].float()
+        first = next((place for place, one in enumerate(_differ(read_nH, changed_nH).tolist()) if one), None)
+        if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():
+            said = "returned different states for a row when called again without the rest of its batch"
+        elif first is None:
+            said = "returned states that do not depend on the token right before the predicted one: one token behind?"
+        elif first == 0:
+            said = "returned states whose first already depends on later tokens, as is right for hindsight alone"
+        elif too_far := len(places) - 1 - first:
+            raise ValueError(
+                f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} ahead: they have seen the "
+                "token they should predict. For P prompt tokens and C completion tokens, return the model's `hidden[:, "
+                f"P - 1 : -1]`; the student was not changed. {_CALLED_AGAIN}"
+            )
+    if said:
+        logger.warning(f"`{where}` {said}. {_CALLED_AGAIN}")
 
 
 def _with_another_token(pair: Rollout, places: list[int]) -> Rollout:
