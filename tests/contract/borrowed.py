@@ -305,13 +305,12 @@ OWNERS = (
             "_prepare_generation_config": "",
             "_supports_default_dynamic_cache": "whether its cache can lose rows",
             "_update_model_kwargs_for_generation": "",
-            "_valid_auto_compile_criteria": "",
         },
     ),
     Owner(
         kind=ANYWHERE,
         where=("transformers/modeling_utils.py:PreTrainedModel",),
-        names={"_can_compile_fullgraph": "", "_from_config": "an empty twin of a model"},
+        names={"_from_config": "an empty twin of a model"},
     ),
     Owner(
         kind=ANYWHERE,
@@ -324,13 +323,6 @@ OWNERS = (
         names={
             "_attn_implementation": "whether scores of attention exist in full",
         },
-    ),
-    Owner(
-        kind=ANYWHERE,
-        where=("transformers/generation/configuration_utils.py:CompileConfig",),
-        also_read_in=("transformers/generation/utils.py:GenerationMixin",),
-        read_of=("self", "compile_config"),
-        names={"_compile_all_devices": "compiles on the CPU too"},
     ),
     Owner(
         kind=ANYWHERE,
