@@ -29,8 +29,7 @@ from trl_opsd.teacher.answers import KINDS, POOLING, SCORING, Answers, Row
 T = TypeVar("T")
 
 KIND = ServerKind(
-    name="teacher",
-    subject="The teacher's server",
+    name="teacher's server",
     address="`teacher_server_url`",
     timeout="teacher_server_timeout",
     start=f"with `{POOLING}`",
@@ -148,7 +147,7 @@ class TeacherServer(HTTPClient):
                     await asyncio.sleep(pause)
         except TimeoutError:
             raise ServerError(
-                f"{KIND.subject} at {self.url} has not {what} within {seconds:g} seconds (from `{origin}`): see its "
+                f"The {KIND.name} at {self.url} has not {what} within {seconds:g} seconds (from `{origin}`): see its "
                 f"log, and raise `{origin}` if it just needs more time. {said}"
             ) from None
 
@@ -156,7 +155,7 @@ class TeacherServer(HTTPClient):
         if self.is_proved and not self._has_warned:
             self._has_warned = True
             warn_in_main(
-                f"{KIND.subject} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
+                f"The {KIND.name} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
                 f"waiting up to {seconds:g} (from `ddp_timeout`): see its log."
             )
 
