@@ -143,9 +143,8 @@ def test_the_reward_of_the_data_page_is_accepted():
 
 @pytest.mark.usefixtures("hub")
 def test_the_options_on_the_generation_page_are_accepted():
-    compiled, colocated, served, sglang, *overlapping = snippets("docs/generation.md")
-    assert "HFRollout(compile=True)" in compiled
-    configs = [eval(snippet, {"OPSDConfig": trl_opsd.OPSDConfig}) for snippet in overlapping]
+    *_, colocated, served, sglang, step, ahead = snippets("docs/generation.md")
+    configs = [eval(snippet, {"OPSDConfig": trl_opsd.OPSDConfig}) for snippet in (step, ahead)]
     assert [config.overlap for config in configs] == ["step", "ahead"]
     for snippet, mode in ((colocated, "colocate"), (served, "server"), (sglang, None)):
         config = eval(snippet.rpartition("#")[0] or snippet, {"OPSDConfig": trl_opsd.OPSDConfig})

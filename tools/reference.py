@@ -22,7 +22,6 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.methods import METRICS, NAMED
 from trl_opsd.options.table import RESUMED, table
-from trl_opsd.rollout import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
@@ -86,10 +85,6 @@ def _config(**options: Any) -> OPSDConfig:
     return OPSDConfig("out", use_cpu=True, **options)
 
 
-def _rollout(**options: Any) -> None:
-    chosen_rollout(None, _config(use_vllm=True, **options))
-
-
 TOGETHER: dict[str, list[Callable[[], Any]]] = {
     "teacher_model_kind": [
         lambda: check_teachers(None, "student", _config()),
@@ -98,7 +93,6 @@ TOGETHER: dict[str, list[Callable[[], Any]]] = {
     "teacher_offload": [
         lambda: _config(teacher_offload="zero3"),
     ],
-    "vllm_weight_sync": [lambda: _rollout(vllm_mode="server", vllm_weight_sync="full")],
 }
 """Calls that are refused, by the new option they concern."""
 
@@ -107,7 +101,6 @@ OF_OTHERS: list[Callable[[], Any]] = [
     lambda: _config(torch_compile=True),
     lambda: _config(bf16_full_eval=True),
     lambda: _config(dataloader_in_order=False, dataloader_num_workers=2),
-    lambda: _rollout(vllm_mode="server", vllm_enable_sleep_mode=True),
     lambda: _config(generation_kwargs={"num_return_sequences": 2}),
     lambda: _config(generation_kwargs={"stop_strings": ["."]}),
     lambda: _config(generation_kwargs={"prompt_lookup_num_tokens": 3}),

@@ -23,7 +23,6 @@ NAMES_CUDA = {
     "_compat/vllm/process.py": "the precision of products is set by backend, and vLLM sets CUDA's",
     "losses/kernels.py": "Triton's kernel is compiled for it",
     "losses/side.py": "products of half-precision factors with a float32 result",
-    "rollout/vllm_server.py": "TRL's client of a vLLM server has NCCL alone",
     "rollout/sglang.py": "what a server answers, and NCCL between two GPUs, else gloo",
     "parallel/precision.py": "the precision of products is read by backend",
     "teacher/offloaded.py": "only its runtime pins exact bytes; torch rounds them up on all accelerators",

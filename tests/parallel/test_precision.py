@@ -6,7 +6,6 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,7 @@ from accelerate.utils import DistributedType
 from peft import LNTuningConfig, LoraConfig, get_peft_model
 from support import tiny
 from support.product_dtypes import PHASES, WatchedTrainer
-from torch._dynamo.backends.common import aot_autograd
-from transformers import CompileConfig, get_linear_schedule_with_warmup
+from transformers import get_linear_schedule_with_warmup
 from transformers.utils.import_utils import enable_tf32
 
 from trl_opsd import HFRollout
@@ -132,65 +130,14 @@ def test_each_weight_is_rounded_once_per_generation(watched, lora):
     assert trainer.products.rounded_weights == sum(one.dim() > 1 for one in trainer.model.parameters()) - 1  # embedding
 
 
-class Casts:
-    """A compiler backend that counts casts of weights in graphs, and notes the addresses of those in bfloat16."""
+@pytest.mark.parametrize("given", [{}, {"generation_kwargs": {"num_beams": 2}}], ids=["rows leave", "beams"])
+def test_a_static_cache_generates_the_same_tokens_under_autocast(make_trainer, given):
+    def completions(**more):
+        trainer = make_trainer(rollout=HFRollout(), bf16=True, max_completion_length=6, **given, **more)
+        torch.manual_seed(0)
+        return trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
 
-    def __init__(self) -> None:
-        self.casts, self.addresses = 0, set()
-
-    def __deepcopy__(self, memo: dict) -> Casts:
-        return self  # `generate` copies its options
-
-    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list, **options: str) -> Callable:
-        return aot_autograd(fw_compiler=self._compiled)(graph, example_inputs)
-
-    def _compiled(self, graph: torch.fx.GraphModule, example_inputs: list) -> Callable:
-        made = [node for node in graph.graph.nodes if node.target is torch.ops.aten._to_copy.default]
-        self.casts += sum(node.args[0].op == "placeholder" and node.meta["val"].dim() == 2 for node in made)
-
-        def run(*inputs):
-            tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
-            self.addresses |= {one.data_ptr() for one in tensors if one.dim() == 2 and one.dtype == torch.bfloat16}
-            return graph(*inputs)
-
-        return run
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["adapter", "static", "beams", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "bfloat16"))],
-)
-def test_compiled_rollout_casts_no_weights_and_writes_the_same_tokens(make_trainer, kind):
-    """Also after the weights have changed, which it reads at the addresses of its graphs."""
-
-    def completions(rollout, **given):
-        torch._dynamo.reset()
-        student = tiny.qwen2().to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
-        trainer = make_trainer(model=student, rollout=rollout, bf16=True, max_completion_length=6, **given)
-        held, prompts, found = list(trainer.model.parameters()), trainer.tokenize(tiny.PROMPTS[:2]), []
-        for _ in range(2):
-            torch.manual_seed(0)
-            found += [trainer.complete(prompts), len(casts.addresses)]
-            assert all(one is other for one, other in zip(held, trainer.model.parameters(), strict=True))
-            torch.manual_seed(1)
-            with torch.no_grad():  # as a step does
-                for one in held:
-                    one.add_(0.5 * one.std() * torch.randn_like(one))
-        trainer.rollout.close()
-        return found
-
-    casts = Casts()
-    options = {"adapter": {"peft_config": LoraConfig(**ALL_LINEAR)}, "beams": {"generation_kwargs": {"num_beams": 2}}}
-    given = options.get(kind, {})
-    expected = completions(HFRollout(), **given)
-    if kind in ("static", "beams"):  # without a graph
-        found = completions(HFRollout(), cache_implementation="static", **given)
-    else:
-        found = completions(HFRollout(compile=CompileConfig(backend=casts)), **given)
-        assert found[1] == found[3] > 0, "CUDA graphs would be recorded again"
-        assert casts.casts == 0
-    assert found[::2] == expected[::2]
-    assert found[0] != found[2], "the change is seen"
+    assert completions(cache_implementation="static") == completions()
 
 
 def test_weights_with_a_scale_are_not_replaced_by_rounded_copies():
@@ -203,7 +150,7 @@ def test_weights_with_a_scale_are_not_replaced_by_rounded_copies():
     states = torch.randn(2, 8)
     with torch.autocast("cpu", torch.bfloat16):
         expected = layer(states)
-        with cast_weights(layer, "cpu", {}):
+        with cast_weights(layer, "cpu"):
             assert torch.equal(layer(states), expected)
 
 

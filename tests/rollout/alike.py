@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.errors import ServerError, SyncError
-from trl_opsd.rollout import served, weight_sync
+from trl_opsd.rollout import weight_sync
 
 
 def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:
@@ -34,8 +33,6 @@ class Alike:
     sender: ClassVar[type[Any]]
     sends: ClassVar[str]
     """The class and its method that send requests for weight syncs."""
-    taken: ClassVar[str]
-    """What the first of two trainers with one server reads."""
 
     def test_tokens_of_a_server_equal_those_of_generate(self, serve, tmp_path):
         model = student(tmp_path / "student", tied=True)
@@ -85,14 +82,14 @@ class Alike:
         trainer = serve(peft_config=lora())
         prompt = trainer.tokenize(["a"])
         with monkeypatch.context() as patch:
-            patch.setattr(served, "weights_of", weight_sync.base_weights_of)
-            with pytest.raises(SyncError, match="Likely a missing adapter"):
+            patch.setattr(self.client, "weights", lambda self, model: weight_sync.base_weights_of(model))
+            with pytest.raises(SyncError, match="disagree by"):
                 trainer.complete(prompt)
         trainer.complete(prompt)
         stir(trainer)
         with monkeypatch.context() as patch:
             patch.setattr(self.client, "update", lambda self, stream: None)
-            with pytest.raises(SyncError, match="Likely stale weights"):
+            with pytest.raises(SyncError, match="disagree by"):
                 trainer.complete(prompt)
         trainer.complete(prompt)
         assert gap(trainer) <= 1e-4, "and it does not count as sent"
@@ -102,7 +99,7 @@ class Alike:
             with torch.no_grad():
                 trainer.model.get_output_embeddings().weight.mul_(1.3)
                 trainer.model.get_input_embeddings().weight[5:].mul_(-1)
-            with pytest.raises(SyncError, match="Likely a stale prefix cache"):
+            with pytest.raises(SyncError, match="disagree by"):
                 trainer.complete(prompt)
 
     @pytest.mark.long
@@ -116,8 +113,10 @@ class Alike:
 
     def test_a_rollout_shared_by_two_trainers_connects_for_each(self, serve, make, server, tmp_path):
         first = serve(top_k=1)
+        first.rollout.close()
         second = make(tied=True, model=student(tmp_path / "other", tied=True, seed=9), top_k=1, **server)
         prompts = first.tokenize(tiny.PROMPTS[:3])
+        second.rollout.close()
         second.rollout = first.rollout
         for trainer, other in ((first, second), (second, first), (first, second)):
             trainer.complete(prompts)
@@ -127,17 +126,6 @@ class Alike:
         first.rollout = first.rollout  # binds it again
         first.complete(prompts)
         assert gap(first) <= 1e-4, "also after it was closed"
-
-    def test_a_later_trainer_takes_the_server_from_an_unclosed_one(self, serve, make, server, tmp_path):
-        first = serve(top_k=1)
-        prompts = first.tokenize(["a"])
-        first.complete(prompts)
-        second = make(tied=True, model=student(tmp_path / "other", tied=True, seed=9), top_k=1, **server)
-        second.complete(prompts)
-        assert gap(second) <= 1e-4
-        with pytest.raises(ServerError, match=self.taken):
-            first.complete(prompts)
-        second.rollout.close()
 
     def test_a_failed_bind_keeps_no_connection(self, serve, make, server):
         serve().rollout.close()
@@ -181,14 +169,6 @@ class Alike:
 
     # ---- What is sent ----------------------------------------------------------------------------------------------
 
-    def test_empty_prompts_and_unknown_ids_are_not_sent(self, serve):
-        engine, options = serve().rollout.engine, [{"max_tokens": 2}] * 2
-        for bad in ([], [259], [-1], [5, None]):
-            for ask in (engine.write, engine.write_each):
-                with pytest.raises(ValueError, match=f"Prompt 1 of a batch, {re.escape(repr(bad))}, .*from 0 to 258"):
-                    ask([[5], bad], options)
-        assert len(engine.write([[5], [258]], options)) == 2, "the last id that the student knows"
-
     @pytest.mark.distributed
     @pytest.mark.timeout(forks.SECONDS + 60)
     def test_processes_with_unequal_prompts_get_their_own_completions(self, server, tmp_path):
@@ -205,7 +185,7 @@ class Alike:
         assert [found["beside none"] for found in results] == [[], results[1]["completions"]]
         assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
         assert len({seed for found in results for seed in found["seeds"]}) == 4
-        assert "[5, 1000], cannot be sent" in results[0]["error"], "the other process asked for it"
+        assert "temperature" in results[0]["error"], "the other process asked for it"
         assert results[1]["error"] == results[0]["error"], "which no process waits for"
 
 

@@ -51,8 +51,8 @@ def main(folder: Path, server: dict[str, object]) -> dict[str, Any]:
     found["seeds"] = trainer.rollout._seeds(4, len(prompts))
     try:
         # Only the other process asks for what is refused; the main one gets the error.
-        trainer.rollout.engine.write([[5, 1000 * process]], [{"max_tokens": 4}])
-    except (ServerError, ValueError) as error:
+        trainer.rollout.write([[5]], [{"max_tokens": 4, "temperature": -float(process)}])
+    except ServerError as error:
         found["error"] = str(error)
     trainer.rollout.close()
     return found

@@ -61,9 +61,6 @@ def use(patch: pytest.MonkeyPatch) -> None:
     """Makes TRL's client send over TCP, from a CPU."""
     from trl.generation import vllm_client
 
-    from trl_opsd.rollout import vllm_server
-
-    patch.setattr(vllm_server, "SENDS_FROM", "cpu")
     opens = vllm_client.VLLMClient.init_communicator
     patch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: opens(self, "cuda"))
     patch.setattr(vllm_client, "open_trainer_endpoint", _Endpoint)

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support import tiny
 
 pytest.importorskip("vllm")
@@ -25,14 +24,14 @@ from trl_opsd.errors import ServerError
 from trl_opsd.http import client as http
 from trl_opsd.parallel.prefetch import Closable, Prefetcher
 from trl_opsd.rollout.returned import checked_stream
-from trl_opsd.rollout.served import Facts
-from trl_opsd.rollout.vllm_server import VLLMServerClient
+from trl_opsd.rollout.served import ServedRollout
+from trl_opsd.rollout.vllm_server import VLLMServer
 
 SECONDS = 10.0
 """A test fails when it has waited this long."""
 PROMPTS = [[0], [1], [2], [3]]
 """Each begins with its number, by which the server knows it."""
-FACTS = Facts(model="student", dtype=torch.float32, context=64, block_size=16, longest_prompt=64)
+CONFIG = {"model_config": {"dtype": "float32"}, "cache_config": {"block_size": 16}, "weight_transfer_config": {}}
 
 
 class Rows(ThreadingHTTPServer):
@@ -55,6 +54,12 @@ class Rows(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Rows
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        told = {"data": [{"id": "student", "max_model_len": 64}], "vllm_config": CONFIG}
+        self.wfile.write(json.dumps(told).encode())
 
     def do_POST(self) -> None:
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -85,9 +90,10 @@ def server() -> Iterator[Rows]:
 def asked(server: Rows, deadline: float = SECONDS) -> Iterator[tuple[int, Any]]:
     """The rows of all prompts."""
     url = f"http://127.0.0.1:{server.server_port}"
-    client = VLLMServerClient(tiny.config("nothing is written", vllm_server_base_url=url), deadline, FACTS)
-    client.vocabulary = 100
-    return client.write_each(PROMPTS, [{"max_tokens": 8, "seed": 10 + ids[0]} for ids in PROMPTS])
+    args = tiny.config("nothing is written", vllm_server_base_url=url, vllm_weight_sync="full")
+    rollout = ServedRollout(args, VLLMServer)
+    rollout.server.http._deadline = deadline
+    return rollout.write_each(PROMPTS, [{"max_tokens": 8, "seed": 10 + ids[0]} for ids in PROMPTS])
 
 
 def until(condition: Callable[[], bool]) -> None:

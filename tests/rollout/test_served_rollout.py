@@ -203,18 +203,18 @@ def in_two(folder: Path, url: str, dies: str) -> dict[str, Any]:
     trainer = trainer_of(folder / "out", url)
     rank = trainer.accelerator.process_index
     prompts = trainer.tokenize(tiny.PROMPTS[: 3 + rank])
-    found, request = complete(trainer, prompts), trainer.rollout.engine.http.request
+    found, request = complete(trainer, prompts), trainer.rollout.server.http.request
 
     async def gone(method: str, path: str, **given: Any) -> Any:
-        if path == trainer.rollout.engine.path:
+        if path == trainer.rollout.server.path:
             raise ServerError("It is gone")
         return await request(method, path, **given)
 
     if rank == int(dies):
-        trainer.rollout.engine.http.request = gone
+        trainer.rollout.server.http.request = gone
     with pytest.raises(ServerError, match="It is gone"):
         complete(trainer, prompts)
-    trainer.rollout.engine.http.request = request
+    trainer.rollout.server.http.request = request
     trainer.train()
     trainer.rollout.close()
     return {"found": found, "losses": tiny.logged(trainer, "loss")}

@@ -8,12 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support import tiny
 
 pytest.importorskip("vllm")
@@ -23,7 +26,8 @@ from trl_opsd.errors import ServerError
 from trl_opsd.http import client as http
 from trl_opsd.http.urls import ROLLOUT_TOKEN
 from trl_opsd.rollout import vllm_server
-from trl_opsd.rollout.vllm_server import VLLMServerClient
+from trl_opsd.rollout.served import ServedRollout
+from trl_opsd.rollout.vllm_server import VLLMServer
 from trl_opsd.rollout.weight_sync import Stream, as_saved_by_peft
 
 pytestmark = pytest.mark.vllm
@@ -31,7 +35,7 @@ pytestmark = pytest.mark.vllm
 ASKED = "/v1/completions"
 INFO = "/server_info?config_format=json"
 CONFIG = {
-    "model_config": {"dtype": "torch.bfloat16", "max_model_len": 64},
+    "model_config": {"dtype": "torch.bfloat16"},
     "cache_config": {"block_size": 16},
     "weight_transfer_config": {"backend": "nccl"},
 }
@@ -48,7 +52,7 @@ class Faults(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[str] = []
-        models = {"data": [{"id": "student"}]}
+        models = {"data": [{"id": "student", "max_model_len": 64}]}
         self.answers: dict[str, Any] = {
             "/health": (200, {}), "/v1/models": (200, models), "/reset_prefix_cache": (200, b""),
             "/v1/load_lora_adapter": (404, {"detail": "Not Found"}),
@@ -98,26 +102,24 @@ def faults() -> Iterator[Faults]:
     server.server_close()
 
 
-def client(port: int, waits: float = 0.0, **given: Any) -> VLLMServerClient:
+def client(port: int, waits: float = 0.0, **given: Any) -> ServedRollout:
     server = {"vllm_server_port": port, "vllm_group_port": 1, "vllm_server_timeout": waits}
-    made = VLLMServerClient(tiny.config("nothing is written", **{**server, **given}), DEADLINE)
-    made.vocabulary = 100
+    made = ServedRollout(tiny.config("nothing is written", **{**server, **given}), VLLMServer)
+    made.server.http._deadline = DEADLINE
     return made
 
 
-def sender(speaker: VLLMServerClient) -> Any:
+def sender(speaker: ServedRollout) -> Any:
     """Sends over no connection."""
-    speaker._sender = vllm_server._Sender(speaker.http, 1)
-    return speaker._sender
+    speaker.server._sender = vllm_server._Sender(speaker.server.http, 1)
+    return speaker.server._sender
 
 
-def update(speaker: VLLMServerClient) -> None:
+def update(speaker: ServedRollout) -> None:
     """Sends weights over no connection."""
     sender(speaker)
-    try:
-        speaker.update(Stream([Weight.of("a", torch.ones(1))], torch.float32, torch.device("cpu"), lambda split: split))
-    finally:
-        speaker._sender = None
+    weights = [Weight.of("a", torch.ones(1))]
+    speaker.server.update(Stream(weights, torch.float32, torch.device("cpu"), lambda split: split))
 
 
 def test_an_absent_server_is_an_error_after_the_server_timeout(faults, caplog):
@@ -135,7 +137,7 @@ def test_server_that_is_never_ready_fails_after_its_timeout(faults, monkeypatch)
     assert faults.asked.count("/health") >= 2, "it was waited for"
 
     del faults.answers["/health"]
-    monkeypatch.setattr(VLLMServerClient, "kind", replace(VLLMServerClient.kind, health_seconds=0.3))
+    monkeypatch.setattr(VLLMServer, "kind", replace(VLLMServer.kind, health_seconds=0.3))
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"/health did not respond within 0.3 seconds\."):
         client(faults.server_port, waits=0.1)
@@ -146,12 +148,12 @@ def test_a_request_is_sent_once_and_has_a_deadline(faults):
     speaker = client(faults.server_port)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"/v1/completions did not respond within 1 seconds.*ddp_timeout"):
-        speaker.write([[5]], [{}])
+        speaker.write([[5]], [{"max_tokens": 2}])
     assert time.monotonic() - began < DEADLINE + SLACK
 
     faults.answers[ASKED] = (503, {"error": "busy"})
     with pytest.raises(ServerError, match=r"returned 503: .*busy"):
-        speaker.write([[5]], [{}])
+        speaker.write([[5]], [{"max_tokens": 2}])
     assert faults.asked.count(ASKED) == 2, "once each"
 
     with pytest.raises(ServerError, match="did not respond within 1 seconds"):
@@ -184,7 +186,7 @@ def test_the_deadline_ends_a_request_answered_byte_by_byte(faults, drip):
     faults.answers[ASKED] = drip
     began = time.monotonic()
     with pytest.raises(ServerError, match="did not respond within 1 seconds"):
-        speaker.write([[5]], [{}])
+        speaker.write([[5]], [{"max_tokens": 2}])
     assert time.monotonic() - began < DEADLINE + SLACK
     time.sleep(0.3)
     sent = faults.sent
@@ -202,7 +204,7 @@ def test_the_deadline_ends_a_request_through_a_slow_proxy(faults, monkeypatch):
     speaker = client(1, vllm_server_base_url="http://elsewhere.invalid")
     began = time.monotonic()
     with pytest.raises(ServerError, match="did not respond within 1 seconds"):
-        speaker.write([[5]], [{}])
+        speaker.write([[5]], [{"max_tokens": 2}])
     assert time.monotonic() - began < DEADLINE + SLACK
 
 
@@ -213,7 +215,7 @@ def test_redirects_are_not_followed(faults):
     speaker = client(faults.server_port)
     faults.answers |= {ASKED: redirect, "/elsewhere": (200, {"choices": []})}
     with pytest.raises(ServerError, match="returned 302"):
-        speaker.write([[5]], [{}])
+        speaker.write([[5]], [{"max_tokens": 2}])
     assert "/elsewhere" not in faults.asked
 
 
@@ -297,15 +299,13 @@ def test_a_server_that_names_no_model_is_refused(faults, models):
 
 def test_server_without_weight_transfer_is_refused_at_once(faults):
     faults.answers[INFO] = (200, {"vllm_config": {**CONFIG, "weight_transfer_config": None}})
-    with pytest.raises(
-        ValueError, match=r"cannot be sent weights: start it with `--weight-transfer-config '\{\"backend"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be sent weights: start it .*`--weight-transfer-config '\{\"backend"):
         client(faults.server_port)
 
 
 def test_a_server_that_does_not_describe_itself_is_refused(faults):
     speaker = client(faults.server_port)
-    assert (speaker.facts.model, str(speaker.facts.dtype), speaker.facts.context) == ("student", "torch.bfloat16", 64)
+    assert (speaker.server._model, speaker.server.dtype, speaker.server.context) == ("student", torch.bfloat16, 64)
     faults.answers[INFO] = (404, {})
     with pytest.raises(
         ValueError, match=r"VLLM_SERVER_DEV_MODE=1.*Nor can it be sent adapters: .*RUNTIME_LORA_UPDATING"
@@ -331,11 +331,11 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
 @pytest.mark.parametrize(
     ("path", "ask"),
     [
-        ("/v1/models", lambda speaker: client(int(speaker.url.rpartition(":")[2]))),
-        (INFO, lambda speaker: client(int(speaker.url.rpartition(":")[2]))),
+        ("/v1/models", lambda speaker: client(int(speaker.server.http.url.rpartition(":")[2]))),
+        (INFO, lambda speaker: client(int(speaker.server.http.url.rpartition(":")[2]))),
         ("/get_world_size", lambda speaker: sender(speaker).get_world_size()),
-        (ASKED, lambda speaker: speaker.write([[5]], [{}])),
-        ("/reset_prefix_cache", lambda speaker: speaker.reset_prefixes()),
+        (ASKED, lambda speaker: speaker.write([[5]], [{"max_tokens": 2}])),
+        ("/reset_prefix_cache", lambda speaker: speaker.server.reset_prefixes()),
         ("/start_weight_update", lambda speaker: update(speaker)),
     ],
 )
@@ -352,17 +352,17 @@ def test_prefix_cache_not_reset_in_time_is_an_error(faults, monkeypatch):
     speaker = client(faults.server_port)
     faults.answers["/reset_prefix_cache"] = (200, {"success": False})
     with pytest.raises(ServerError, match="did not reset its prefix cache"):
-        speaker.reset_prefixes()
+        speaker.server.reset_prefixes()
     faults.answers["/reset_prefix_cache"] = (200, {"success": True})
-    speaker.reset_prefixes()
+    speaker.server.reset_prefixes()
     faults.answers["/reset_prefix_cache"] = (200, b"")
-    speaker.reset_prefixes()
+    speaker.server.reset_prefixes()
 
     left = iter([False, False, True])  # rows that were given up end a moment later
     faults.answers["/reset_prefix_cache"] = lambda handler: handler.send(
         b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + json.dumps({"success": next(left)}).encode()
     )
-    speaker.reset_prefixes()
+    speaker.server.reset_prefixes()
     assert next(left, None) is None, "asked until it did"
 
     faults.answers |= {"/reset_prefix_cache": (200, {"success": False}), "/start_weight_update": (200, {})}
@@ -375,10 +375,10 @@ def test_a_dropped_connection_is_an_error(faults):
     speaker = client(faults.server_port)
     faults.answers[ASKED] = lambda handler: handler.connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ServerError, match=r"failed \(ServerDisconnectedError.*see its log"):
-        speaker.write([[5]], [{}])
+        speaker.write([[5]], [{"max_tokens": 2}])
     faults.answers[ASKED] = lambda handler: handler.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}")
     with pytest.raises(ServerError, match=r"failed \(ClientPayloadError.*see its log"):
-        speaker.write([[5]], [{}])
+        speaker.write([[5]], [{"max_tokens": 2}])
     assert faults.asked.count(ASKED) == 2
 
 
@@ -386,13 +386,13 @@ def test_requests_to_loopback_bypass_the_proxy(faults, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    assert client(faults.server_port).facts.model == "student"
+    assert client(faults.server_port).server._model == "student"
 
 
 def test_api_key_is_sent_and_a_missing_one_named(faults, monkeypatch):
     def guarded(handler: _Handler) -> None:
         knows = handler.headers.get("Authorization") == "Bearer s3cret"
-        found = {"data": [{"id": "student"}]} if knows else {"error": "Unauthorized"}
+        found = {"data": [{"id": "student", "max_model_len": 64}]} if knows else {"error": "Unauthorized"}
         handler.send(f"HTTP/1.1 {200 if knows else 401} X\r\nConnection: close\r\n\r\n{json.dumps(found)}".encode())
 
     monkeypatch.delenv(ROLLOUT_TOKEN, raising=False)
@@ -402,7 +402,7 @@ def test_api_key_is_sent_and_a_missing_one_named(faults, monkeypatch):
     ):
         client(faults.server_port)
     monkeypatch.setenv(ROLLOUT_TOKEN, "s3cret")
-    assert client(faults.server_port).facts.model == "student"
+    assert client(faults.server_port).server._model == "student"
 
 
 # ---- Adapters --------------------------------------------------------------------------------------------------------
@@ -423,22 +423,21 @@ def test_adapters_are_saved_with_one_rank_and_their_scaling():
 def test_each_adapter_has_a_new_name_and_folder(faults, tmp_path):
     faults.answers |= {"/v1/load_lora_adapter": (200, b""), "/v1/unload_lora_adapter": (200, b"")}
     speaker, folder = client(faults.server_port, output_dir=str(tmp_path)), tmp_path / "_served_adapters"
-    layers = {"model.a.q_proj": (torch.rand(2, 6), torch.rand(5, 2), 1.0)}
-    speaker.connect(100, torch.device("cpu"), by_adapter=True)
+    student = get_peft_model(tiny.qwen2(), LoraConfig(r=2, target_modules=["q_proj"]))
+    speaker.trainer, speaker._mode = SimpleNamespace(model=student, gathered=lambda parts: nullcontext()), "adapter"
     names = []
     for _ in range(2):
-        speaker.load_adapter(layers)
-        names.append(speaker.adapter)
-        assert [one.name for one in folder.iterdir()] == [speaker.adapter], "the one before is unloaded"
-        assert speaker.body([5], {})["model"] == speaker.adapter
+        speaker.send_weights()
+        names.append(speaker.server.adapter)
+        assert [one.name for one in folder.iterdir()] == names[-1:], "the one before is unloaded"
+        assert speaker.server.body([5], {"max_tokens": 1})["model"] == names[-1]
     assert len({*names}) == 2
     faults.answers["/v1/load_lora_adapter"] = (400, b"rank 64 is greater than max_lora_rank 16")
     with pytest.raises(ServerError, match=r"rank 64 is greater than max_lora_rank 16$"):
-        speaker.load_adapter(layers)
-    assert [one.name for one in folder.iterdir()] == [speaker.adapter] == names[1:], "nothing of the failed one is left"
-    speaker.connect(100, torch.device("cpu"), by_adapter=True)  # of another student
-    assert speaker.adapter is None
+        speaker.send_weights()
+    assert [one.name for one in folder.iterdir()] == names[1:], "nothing of the failed one is left"
+    speaker.close()
+    assert speaker.server.adapter is None
     assert not folder.exists()
-    speaker.give_back()
     with pytest.raises(ServerError, match="the rollout was closed"):
-        speaker.check_connected()
+        speaker._prepared([[5]])

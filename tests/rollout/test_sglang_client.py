@@ -17,13 +17,13 @@ from torch import distributed
 
 from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang, weight_sync
-from trl_opsd.rollout.sglang import SGLangClient, sampling_params
+from trl_opsd.rollout.served import ServedRollout
+from trl_opsd.rollout.sglang import SGLangServer, sampling_params
 
 INFO = {
     "dtype": "float32", "device": "cpu", "dp_size": 1, "pp_size": 1, "tp_size": 1, "page_size": 1,
     "max_req_input_len": 20, "enable_deterministic_inference": False,
 }  # fmt: skip
-VOCABULARY = 100
 DEADLINE = 2.0
 URL = "http://127.0.0.1:30000"
 ROW = ([5, 6, 7], {"max_tokens": 4, "stop_token_ids": [2], "logprobs": 0, "prompt_logprobs": 0})
@@ -116,21 +116,21 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[SGLangClient]:
+def client(server: Server) -> Iterator[ServedRollout]:
     made = connected(server)
     yield made
     made.close()
 
 
-def connected(server: Server, **given: Any) -> SGLangClient:
+def connected(server: Server, **given: Any) -> ServedRollout:
     url = f"http://127.0.0.1:{server.server_port}"
     args = tiny.config("nothing is written", **{"sglang_server_url": url, "vllm_server_timeout": 0.0, **given})
-    made = SGLangClient(args, deadline=DEADLINE)
-    made.vocabulary = VOCABULARY
+    made = ServedRollout(args, SGLangServer)
+    made.server.http._deadline = DEADLINE
     return made
 
 
-def wrote(client: SGLangClient, rows: list[tuple[list[int], dict[str, Any]]], ask: str = "write") -> list[Any]:
+def wrote(client: ServedRollout, rows: list[tuple[list[int], dict[str, Any]]], ask: str = "write") -> list[Any]:
     """The completions of prompts with their options; those of `write_each` with their numbers."""
     return list(getattr(client, ask)([ids for ids, _ in rows], [options for _, options in rows]))
 
@@ -145,26 +145,22 @@ def test_an_absent_server_is_an_error_after_the_server_timeout(server):
 
 
 @pytest.mark.parametrize(
-    ("told", "kind", "message"),
+    "told",
     [
-        ({"dtype": "auto"}, ValueError, r"started with `--dtype auto`.*`--dtype bfloat16`"),
-        ({"dp_size": 2}, ValueError, r"`--data-parallel-size 2`.*`--tensor-parallel-size`"),
-        ({"pp_size": 2}, ValueError, "`--pipeline-parallel-size 2`"),
-        ({"enable_deterministic_inference": True}, ValueError, "start it without"),
-        ({"max_req_input_len": "20"}, ServerError, "max_req_input_len='20': Input should be a valid integer"),
-        ({"tp_size": True}, ServerError, "tp_size=True: Input should be a valid integer"),
-        (
-            {"enable_deterministic_inference": 0},
-            ServerError,
-            "enable_deterministic_inference=0: Input should be a valid boolean",
-        ),
-        ({"device": None}, ServerError, "device=None"),
+        {"dtype": "auto"},
+        {"dp_size": 2},
+        {"pp_size": 2},
+        {"enable_deterministic_inference": True},
+        {"max_req_input_len": "20"},
+        {"tp_size": True},
+        {"device": None},
     ],
     ids=str,
 )
-def test_a_configuration_that_cannot_work_is_refused(server, told, kind, message):
+def test_a_configuration_that_cannot_work_is_refused(server, told):
     server.answers["/server_info"] = (200, {**INFO, **told})
-    with pytest.raises(kind, match=message):
+    ((name, value),) = told.items()
+    with pytest.raises(ServerError, match=f"{name}={value!r}: Input should be"):
         connected(server)
 
 
@@ -198,10 +194,9 @@ def test_each_row_is_a_request_with_its_own_options(server, client):
     assert wrote(client, []) == []
 
 
-def test_a_prompt_that_fills_the_context_is_not_sent(server, client, caplog):
+def test_a_prompt_that_fills_the_context_is_not_sent(server, client):
     rows = [([1] * 20, {"max_tokens": 2}), ROW]
     assert [row.completion_ids for row in wrote(client, rows)] == [[], [9] * 4]
-    assert "1 prompts of a batch exceed 19 tokens" in caplog.text
     assert [(number, len(row.completion_ids)) for number, row in wrote(client, rows, "write_each")] == [
         (0, 0),
         (1, 4),
@@ -251,7 +246,7 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[dict[str, Any]], 
     ],
 )
 def test_an_answer_to_another_request_is_refused(server, client, ask, spoil, message):
-    client.version = server.version = "run-1"
+    client.server.version = server.version = "run-1"
     wrote(client, [ROW], ask)
     server.spoil = spoil
     with pytest.raises(ServerError, match=message):
@@ -277,23 +272,23 @@ def weights(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeypatch):
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50)
-    client.open(torch.device("cpu"))
+    client.server.open(torch.device("cpu"))
     for factor in (1.0, 2.0, 3.0):
         server.asked.clear()
-        client.update(weights(factor))
+        client.server.update(weights(factor))
         assert server.paths() == [
             "/begin_weight_update", *["/update_weights_from_distributed"] * 2, "/end_weight_update",
             "/update_weight_version",
         ]  # fmt: skip
         for name, tensor in weights(factor):
             assert torch.equal(server.received[name], tensor)
-        assert client.version == server.version
+        assert client.server.version == server.version
         assert len(wrote(client, [ROW])) == 1
-    client.reset_prefixes()
+    client.server.reset_prefixes()
     assert server.paths()[-1] == "/flush_cache"
     server.answers["/flush_cache"] = (400, b"Flush cache failed.")
     with pytest.raises(ServerError, match=r"did not reset its prefix cache.*Flush cache failed"):
-        client.reset_prefixes()
+        client.server.reset_prefixes()
 
 
 @pytest.mark.parametrize(
@@ -307,18 +302,18 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
     ],
 )
 def test_failed_update_is_an_error_and_none_follows(server, client, monkeypatch, path, answer, message):
-    client.open(torch.device("cpu"))
-    client.update(weights())
+    client.server.open(torch.device("cpu"))
+    client.server.update(weights())
     server.answers[path] = answer
     monkeypatch.setattr(sglang, "MEET_SECONDS", 3.0)  # what a process may wait for at its end
     began = time.monotonic()
     with pytest.raises(ServerError, match=message):
-        client.update(weights())
+        client.server.update(weights())
     assert time.monotonic() - began < DEADLINE, "the group is not waited for"
-    assert client.version is None
+    assert client.server.version is None
     del server.answers[path]
     with pytest.raises(ServerError, match=r"is disconnected.* because an update failed"):
-        client.update(weights())
+        client.server.update(weights())
 
 
 def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch):
@@ -328,14 +323,14 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
     monkeypatch.setattr(sglang, "MEET_SECONDS", 1.0)
     server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
     with pytest.raises(ServerError, match=r"returned 400: .*no such backend"):
-        client.open(torch.device("cpu"))
+        client.server.open(torch.device("cpu"))
     server.answers["/init_weights_update_group"] = (200, {"success": True, "message": ""})
     with pytest.raises(ServerError, match=r"did not connect to 127.0.0.1 port \d+ of this machine"):
-        client.open(torch.device("cpu"))
+        client.server.open(torch.device("cpu"))
 
 
 def test_an_open_session_is_closed_first(server, client):
-    client.open(torch.device("cpu"))
+    client.server.open(torch.device("cpu"))
     assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"]
     client.close()
     assert server.paths()[-1] == "/destroy_weights_update_group"

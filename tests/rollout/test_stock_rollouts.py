@@ -78,7 +78,7 @@ def test_greedy_tokens_are_the_students_after_each_step(tmp_path, path, server):
     (size,) = {*tiny.logged(trainer, "sync/bytes")}
     assert size == sum(one.nbytes for name, one in trainer.model.named_parameters() if "lora_" in name)
     loaded = [one["id"] for one in requests.get(f"{server}/v1/models", timeout=10).json()["data"]][1:]
-    assert loaded == [trainer.rollout.engine.adapter], "those before are unloaded"
+    assert loaded == [trainer.rollout.server.adapter], "those before are unloaded"
     trainer.rollout.close()
     assert len(requests.get(f"{server}/v1/models", timeout=10).json()["data"]) == 1
     assert not list((tmp_path / "_served_adapters").glob("*")), "nothing is left on the disk"
@@ -90,7 +90,7 @@ def test_an_adapter_replaced_in_place_reads_stale_blocks(tmp_path, path, server)
     """What names of their own avoid: blocks of the prefix cache that an earlier adapter has computed."""
     trainer = trainer_with(tmp_path, path, server, max_steps=1)
     trainer.train()
-    folder = tmp_path / "_served_adapters" / trainer.rollout.engine.adapter
+    folder = tmp_path / "_served_adapters" / trainer.rollout.server.adapter
     again = tmp_path / "again"
     again.mkdir()
     (again / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())

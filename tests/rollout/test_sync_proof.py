@@ -44,7 +44,7 @@ class StubEngine:
 def proof():
     student = tiny.qwen2(64).requires_grad_(False)
     host = LoneHost(student, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
-    return SyncProof(host, StubEngine(student), torch.bfloat16, with_adapter=False)
+    return SyncProof(host, StubEngine(student), torch.bfloat16)
 
 
 PROMPTS = [[5, 6, 7], [], [8, 9]]

@@ -35,4 +35,4 @@ def test_stale_engine_fails_one_check_a_fresh_one_none(tmp_path, monkeypatch):
     monkeypatch.setattr(VLLMEngine, "load", lambda self, weights: [None for _ in weights] and None)
     found = examine(model)
     assert [one.name for one in found.values() if one.verdict != "ok"] == ["vLLM rollout"]
-    assert "Likely stale weights" in found["vLLM rollout"].said
+    assert "disagree by" in found["vLLM rollout"].said

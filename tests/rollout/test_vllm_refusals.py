@@ -29,10 +29,6 @@ pytestmark = pytest.mark.vllm
     [
         ({"vllm_max_model_length": 1024}, "the student's context is 256"),
         ({"vllm_max_model_length": 16}, "leaves no room for a prompt"),
-        (
-            {"vllm_mode": "server", "vllm_server_port": 9, "vllm_weight_sync": "full"},
-            "on the device 'cpu': whole weights .* needs a CUDA device. Train an adapter",
-        ),
         ({"vllm_tensor_parallel_size": 2}, "but there are 1: set it to a divisor"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),

@@ -19,14 +19,13 @@ from vllm_lab import by_hf, gap, student
 from trl_opsd.http.client import HTTPClient
 from trl_opsd.rollout import vllm_server, weight_sync
 from trl_opsd.rollout.served import ServedRollout
-from trl_opsd.rollout.vllm_server import VLLMServerClient
+from trl_opsd.rollout.vllm_server import VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 class TestVLLM(Alike):
-    client, sender, sends = VLLMServerClient, vllm_server._Sender, "_post"
-    taken = "is disconnected.* or another trainer in this process connected through `vllm_group_port="
+    client, sender, sends = VLLMServer, vllm_server._Sender, "_post"
 
 
 def test_a_nearly_full_context_shortens_no_other_row(serve):
@@ -36,8 +35,13 @@ def test_a_nearly_full_context_shortens_no_other_row(serve):
     assert set(tcp_transfer.met_at) == {"127.0.0.1"}, "weights do not pass a public address"
 
 
-def test_a_port_in_use_is_refused(make, server, monkeypatch):
-    tcp_transfer.use(monkeypatch)
+def test_a_port_in_use_is_refused(serve, make, server):
+    first = serve(top_k=1)
+    with pytest.raises(ValueError, match=r"close the rollout of the trainer that does"):
+        make(tied=True, **server)
+    prompts = first.tokenize(["a"])
+    assert first.complete(prompts) == by_hf(first, prompts), "which is undisturbed"
+    first.rollout.close()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ValueError, match=rf"`vllm_group_port={port}`, to which the vLLM server connects"):
@@ -45,8 +49,13 @@ def test_a_port_in_use_is_refused(make, server, monkeypatch):
 
 
 def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplog):
-    read = VLLMServerClient.read_facts
-    monkeypatch.setattr(VLLMServerClient, "read_facts", lambda self: replace(read(self), dtype=torch.bfloat16))
+    read = VLLMServer.__init__
+
+    def told_another(self, *given):
+        read(self, *given)
+        self.dtype = torch.bfloat16
+
+    monkeypatch.setattr(VLLMServer, "__init__", told_another)
     trainer = serve()
     assert "computes in torch.bfloat16, but the student in torch.float32" in caplog.text
     assert "start the server with `--dtype float32`" in caplog.text
@@ -75,7 +84,7 @@ def test_options_reach_a_server(serve, monkeypatch):
     assert max(map(max, hot)) >= 100
     free.rollout.close()
     free.teaching.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
-    free.rollout = ServedRollout(free.args, VLLMServerClient)
+    free.rollout = ServedRollout(free.args, VLLMServer)
     assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
 
 
@@ -100,14 +109,14 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
         undecided.get_output_embeddings().weight.mul_(0.05)
     trainer = serve(model=undecided)
     rollout, seeds = trainer.rollout, []
-    write_each = VLLMServerClient.write_each
+    write_each = ServedRollout.write_each
 
     def recording(self, prompt_ids, options):
         if "prompt_logprobs" not in options[0]:  # those of the proof of a sync
             seeds.append([one["seed"] for one in options])
         return write_each(self, prompt_ids, options)
 
-    monkeypatch.setattr(VLLMServerClient, "write_each", recording)
+    monkeypatch.setattr(ServedRollout, "write_each", recording)
     prompts = [trainer.tokenize(["a"])[0]] * 4
     first, again, later = (dict(rollout.stream(prompts, step)) for step in (3, 3, 4))
     assert len({seed for of_one in seeds for seed in of_one}) == 12, "of each row, use and step"
@@ -176,7 +185,6 @@ def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
     ("given", "message"),
     [
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
-        ({"vllm_enable_sleep_mode": True}, "does not sleep: set it to False"),
         ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of a vLLM server"),
         ({"generation_kwargs": {"logprobs": 2}}, "the trainer sets this option: remove it"),
     ],

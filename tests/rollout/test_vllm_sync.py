@@ -18,8 +18,8 @@ from vllm_lab import gap, lora, student
 from trl_opsd._compat.peft import Weight
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.errors import SyncError
-from trl_opsd.rollout import sync_proof, weight_sync
 from trl_opsd.rollout import vllm as backend
+from trl_opsd.rollout import weight_sync
 
 pytestmark = pytest.mark.vllm
 
@@ -198,7 +198,7 @@ def drained(self, weights):
 def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):
     trainer = moved(make(tied=tied))
     monkeypatch.setattr(VLLMEngine, "load", drained)
-    assert "Likely stale weights" in message(trainer)
+    assert "disagree by" in message(trainer)
     assert trainer.rollout._sent is None, "and it does not count as sent"
     monkeypatch.undo()
 
@@ -209,25 +209,25 @@ def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(-1)
     monkeypatch.setattr(VLLMEngine, "load", drained)
-    assert "Likely stale weights" in message(trainer)
+    assert "disagree by" in message(trainer)
 
 
 def test_an_adapter_that_never_arrives_is_detected(make, monkeypatch):
     trainer = make(peft_config=lora())
     monkeypatch.setattr(VLLMEngine, "load_adapter", lambda self, layers: None)
-    assert "Likely a missing adapter" in message(trainer)
+    assert "disagree by" in message(trainer)
 
 
 def test_a_stale_adapter_is_detected(make, monkeypatch):
     trainer = moved(make(peft_config=lora()))
     monkeypatch.setattr(VLLMEngine, "load_adapter", lambda self, layers: None)
-    assert "Likely stale weights" in message(trainer)
+    assert "disagree by" in message(trainer)
 
 
 def test_an_adapter_left_out_of_a_full_sync_is_detected(make, monkeypatch):
     trainer = make(peft_config=lora(), vllm_weight_sync="full")
     monkeypatch.setattr(backend, "weights_of", weight_sync.base_weights_of)
-    assert "Likely a missing adapter" in message(trainer)
+    assert "disagree by" in message(trainer)
 
 
 def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):
@@ -238,7 +238,7 @@ def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):
         load(self, (pair for pair in weights if pair[0] != "lm_head.weight"))
 
     monkeypatch.setattr(VLLMEngine, "load", without_head)
-    assert "Likely a tied head" in message(trainer)
+    assert "disagree by" in message(trainer)
 
 
 def test_weights_rounded_in_transit_are_detected(make, monkeypatch):
@@ -249,7 +249,7 @@ def test_weights_rounded_in_transit_are_detected(make, monkeypatch):
         load(self, ((name, tensor.bfloat16().float()) for name, tensor in weights))
 
     monkeypatch.setattr(VLLMEngine, "load", rounded)
-    assert "Likely a dtype" in message(trainer)
+    assert "disagree by" in message(trainer)
 
 
 def test_half_precision_weights_rounded_further_in_transit_are_detected(make, tmp_path, monkeypatch):
@@ -270,7 +270,7 @@ def test_half_precision_weights_rounded_further_in_transit_are_detected(make, tm
 def test_a_prefix_cache_that_survives_a_sync_is_detected(make, monkeypatch):
     trainer = moved(make())
     monkeypatch.setattr(VLLMEngine, "forget_prefixes", lambda self: None)
-    assert "Likely a stale prefix cache" in message(trainer)
+    assert "disagree by" in message(trainer)
 
 
 @pytest.mark.parametrize(("check", "proofs"), [("every", 3), ("first", 1), ("never", 0)])
@@ -439,14 +439,9 @@ def test_gathered_weights_are_copied_before_the_gather_ends(monkeypatch, split):
 
 def test_nans_in_initial_weights_do_not_outlive_the_first_sync(make, monkeypatch):
     """The engine starts on uninitialised memory, and its attention reads past the filled part of a block."""
-    asked = sync_proof.SyncProof.record_scores
-
-    def poisoned(proof):
-        for part in proof._engine._worker.model_runner.get_model().parameters():
-            part.data.fill_(torch.nan)
-        asked(proof)
-
-    monkeypatch.setattr(sync_proof.SyncProof, "record_scores", poisoned)
     trainer = make()
+    for part in trainer.rollout.engine._worker.model_runner.get_model().parameters():
+        part.data.fill_(torch.nan)
+    trainer.rollout.engine.write([[5, 6]], [{"max_tokens": 4}])
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     assert gap(trainer) < 1e-4

@@ -42,7 +42,7 @@ class Mirror:
         """Does nothing: the student is the trainer's."""
 
 
-class Mirrored(SyncedRollout[Mirror]):
+class Mirrored(SyncedRollout):
     """Follows the sync of a separate engine, and sends nothing."""
 
     def bind(self, trainer):

@@ -84,7 +84,7 @@ def test_a_password_in_an_address_is_refused_and_not_quoted(tmp_path):
         ({"teacher_model": None, "teacher_model_kind": "live"}, "with teachers that are no paths, ['teacher']"),
         ({"teacher_server_url": {"math": URL}}, "has servers for ['math']: the teachers are ['teacher']"),
         ({"teacher_server_timeout": -1}, "`teacher_server_timeout=-1`: expected greater than or equal to 0"),
-        ({}, "No teacher server at http://127.0.0.1:9 after `teacher_server_timeout=0` seconds"),
+        ({}, "No teacher's server at http://127.0.0.1:9 after `teacher_server_timeout=0` seconds"),
     ],
 )
 def test_options_that_conflict_with_a_server_are_refused_before_loading(make_trainer, given, said):

@@ -126,6 +126,16 @@ def test_an_unanswered_row_is_requested_again(served, checkpoint):
         assert len(server.asked) == 2 + 4 + 1 + 1
 
 
+def test_states_that_come_late_are_right_and_warned_of_once(served, checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(teacher_servers, "_PROBE_SECONDS", 0.0)
+    with pretended(checkpoint[1], after(1.5), faulty_from=2) as server:
+        teacher = served(server, timeout=1.0)
+        for seed in range(2):
+            check_equal(teacher, checkpoint[1], rows(4, seed=seed))
+        said = f"{server.url} has not answered a request within 1 seconds; waiting up to 6.66667 (from `ddp_timeout`)"
+        assert [said in one for one in caplog.messages].count(True) == 1
+
+
 def test_rows_of_dropped_connections_are_requested_again(served, checkpoint, breathless):
     refused = set()
 

@@ -83,11 +83,6 @@ def is_peft(model: CausalLM) -> bool:
     return isinstance(model, PeftModel)
 
 
-def changes_generate(model: CausalLM) -> bool:
-    """Whether an adapter acts differently within PEFT's `generate`: prompt learning, and aLoRA."""
-    return isinstance(model, PeftModel) and any(map(reads_prompts, model.peft_config.values()))
-
-
 def reads_prompts(config: Any) -> bool:
     """Whether an adapter adds to prompts or depends on their tokens, so that the layers alone do not compute it."""
     return bool(config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None))

@@ -61,8 +61,7 @@ class ServerKind:
     """A kind of server: its words in messages, and what is known before any was reached."""
 
     name: str
-    subject: str
-    """How messages about a request begin."""
+    """What messages call it, as in "vLLM server"."""
     address: str
     """All options for its address, in words."""
     timeout: str
@@ -190,11 +189,11 @@ class HTTPClient:
                 reason = str(error)
             if monotonic() - began >= seconds:
                 raise ValueError(
-                    f"No {kind.name} server at {self.url} after `{kind.timeout}={seconds:g}` seconds: {reason}. Start "
+                    f"No {kind.name} at {self.url} after `{kind.timeout}={seconds:g}` seconds: {reason}. Start "
                     f"one {kind.start}, or correct {kind.address}."
                 )
             if not has_warned:
-                warn_in_main(f"No {kind.name} server at {self.url} yet; waiting up to {seconds:g} seconds.")
+                warn_in_main(f"No {kind.name} at {self.url} yet; waiting up to {seconds:g} seconds.")
                 has_warned = True
             sleep(min(2.0, max(seconds, 0.0)))
 
@@ -207,7 +206,7 @@ class HTTPClient:
         """
         # The deadline covers name resolution, connecting, sending, headers and body: aiohttp cancels all of a request.
         # `requests` does not: dripped headers, or a redirect's body, take their time.
-        request, within = f"{self.kind.subject} at {self.url}{path}", seconds or self._deadline
+        request, within = f"The {self.kind.name} at {self.url}{path}", seconds or self._deadline
         limit, content = max_bytes or _MAX_BYTES, bytearray()
         try:
             async with (

@@ -40,14 +40,15 @@ def autocast(accelerator: Accelerator) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Parameter]) -> Iterator[None]:
+def cast_weights(model: nn.Module, device_type: str) -> Iterator[None]:
     """Replaces float weights of linear layers by copies in autocast's dtype within the context, for reading only.
 
-    Autocast would round them to the same values, but again in each call where they are frozen or the call is compiled.
-    Parameters stay the same objects, so optimizers, DDP and weight syncs see no change. `copies` of an earlier call are
-    updated at the same addresses. The model has to be whole in this process, under `torch.no_grad`.
+    Autocast would round them to the same values, but again in each call where they are frozen. Parameters stay the same
+    objects, so optimizers, DDP and weight syncs see no change. The model has to be whole in this process, under
+    `torch.no_grad`.
     """
     dtype, replaced = torch.get_autocast_dtype(device_type), []
+    copies: dict[Tensor, nn.Parameter] = {}
     layers = [layer for layer in model.modules() if type(layer).forward in _PLAIN]
     try:
         for layer in layers if torch.is_autocast_enabled(device_type) else ():
@@ -55,8 +56,7 @@ def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Par
                 is_plain = type(weight) is nn.Parameter and weight.is_floating_point()  # no tensor with scales inside
                 if is_plain and weight.dtype not in (dtype, torch.float64):
                     if weight not in copies:
-                        copies[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
-                    copies[weight].copy_(weight)  # in place: compiled graphs contain the address
+                        copies[weight] = nn.Parameter(weight.to(dtype), requires_grad=False)
                     replaced.append((layer, name, weight))
                     setattr(layer, name, copies[weight])
         yield

@@ -26,18 +26,18 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
     # Engines are imported where they are chosen: vLLM takes seconds, and any of them may be absent.
     if args.use_vllm and args.vllm_mode == "server":
         from trl_opsd.rollout.served import ServedRollout
-        from trl_opsd.rollout.vllm_server import VLLMServerClient
+        from trl_opsd.rollout.vllm_server import VLLMServer
 
-        return ServedRollout(args, VLLMServerClient)
+        return ServedRollout(args, VLLMServer)
     if args.use_vllm:
         from trl_opsd.rollout.vllm import VLLMRollout
 
         return VLLMRollout(args)
     if args.sglang_server_url is not None:
         from trl_opsd.rollout.served import ServedRollout
-        from trl_opsd.rollout.sglang import SGLangClient
+        from trl_opsd.rollout.sglang import SGLangServer
 
-        return ServedRollout(args, SGLangClient)
+        return ServedRollout(args, SGLangServer)
     return HFRollout()
 
 

@@ -3,18 +3,22 @@
 `generate` of `transformers` prepares everything (logits processors, stopping criteria, cache) and hands over at its
 `custom_generate` hook; only the loop is ours. It knows token ids, and neither the trainer nor how the model is sharded.
 
-B rows at the start · n places in the batch now · P prompt tokens, padded · L = P + tokens so far · V logits
+B rows at the start · n rows in the batch now · P prompt tokens, padded · L = P + tokens so far · V logits
+Q query heads · K key heads, each of G = Q / K query heads · D head size
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     DynamicCache,
     EpsilonLogitsWarper,
@@ -31,12 +35,12 @@ from transformers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.versions import CACHE
 from trl_opsd.errors import NonFiniteError
-from trl_opsd.rollout.grouped_heads import keys_read_once
-from trl_opsd.rollout.static_caches import StaticCaches, with_one_dtype
 
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",
@@ -149,14 +153,8 @@ class RaggedDecoding:
 
     max_new_tokens: Sequence[int]
     """Maximum new tokens of each row. A row with 0 is part of the prefill and generates nothing."""
-    context: int | None
-    """Number of positions of the model, where that is limited."""
     collective: bool
     """Whether forwards are collective; finished processes keep calling the model."""
-    caches: StaticCaches = field(default_factory=StaticCaches)
-    """Static caches for compiled steps, kept from one call to the next so that graphs are recorded once."""
-    lazily: bool = False
-    """Whether `generate` returns after the prefill, with an iterator that yields rows as they end."""
     generator: str = "the student"
     """Who generates, for messages."""
 
@@ -168,179 +166,144 @@ class RaggedDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config: Any,
         **model_kwargs: Any,
-    ) -> list[list[int]] | Iterator[tuple[int, list[int]]]:
+    ) -> list[list[int]]:
         """Decodes until every row has ended, here and in all other processes.
 
         Called by `generate`, with what it has prepared; `input_ids` are [B, P], left-padded. Returns the completion of
-        each row, its end token included, or `lazily` an iterator that decodes.
+        each row, its end token included.
         """
-        compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
-        batch = _Batch(
-            input_ids,
-            self.max_new_tokens,
-            generation_config.pad_token_id or 0,
-            model_kwargs,
-            # The limit on the length of the padded batch is replaced by `max_new_tokens`.
-            StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria)),
-            self.caches if compiled else None,
-            self.generator,
-        )
         # transformers 5.10 would reuse the static cache it made for this batch in the next.
         vars(model).pop("_cache", None)
-        if compiled:
-            tokens = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
-            model_kwargs[CACHE] = self.caches.start(model, tokens, batch.size)
-        with_one_dtype(model_kwargs[CACHE])
-
-        outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
-        if compiled:
-            self.caches.keep(batch.model_kwargs[CACHE], batch.size)
-        forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
-        ended = self._steps(model, forward, batch, outputs, logits_processor, generation_config.do_sample)
-        if self.lazily:
-            return ended
-        completions = dict(ended)
-        return [completions[row] for row in range(len(self.max_new_tokens))]
-
-    @torch.no_grad()
-    def _steps(
-        self,
-        model: CausalLM,
-        forward: Any,
-        batch: _Batch,
-        outputs: Any,
-        logits_processor: LogitsProcessorList,
-        do_sample: bool,
-    ) -> Iterator[tuple[int, list[int]]]:
-        device = batch.every.device
+        kept: Any = model_kwargs[CACHE]
+        kept.__class__ = _of_one_dtype(kept.__class__)
+        # The limit on the length of the padded batch is replaced by `max_new_tokens`.
+        criteria = StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria))
+        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        ids_BL, device, prompt_tokens = input_ids, input_ids.device, input_ids.size(1)
+        rows, completions = list(range(len(ids_BL))), [list[int]() for _ in ids_BL]
+        rows_n = torch.arange(len(rows), device=device)  # the unfinished rows, as a tensor too
         with model._optimize_model_for_decode():
-            while model._has_unfinished_sequences(not batch.unfinished, self.collective, device=device):
-                if not batch.unfinished:  # other processes still generate, and need this one in their collectives
-                    model(input_ids=batch.every[:1, -1:], use_cache=False)
+            while model._has_unfinished_sequences(not rows, self.collective, device=device):
+                if not rows:  # other processes still generate, and need this one in their collectives
+                    model(input_ids=ids_BL[:1, -1:], use_cache=False)
                     continue
                 if outputs is None:
-                    inputs = model.prepare_inputs_for_generation(
-                        batch.ids, next_sequence_length=1, **batch.model_kwargs
-                    )
+                    inputs = model.prepare_inputs_for_generation(ids_BL[rows_n], next_sequence_length=1, **model_kwargs)
                     with keys_read_once():
-                        outputs = forward(**inputs, return_dict=True)
-                batch.model_kwargs = model._update_model_kwargs_for_generation(outputs, batch.model_kwargs)
-                # A copy: the logits of a whole prompt must not stay, and a CUDA graph writes over its own outputs.
+                        outputs = model(**inputs, return_dict=True)
+                model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+                # A copy: the logits of a whole prompt must not stay.
                 logits_nV = outputs.logits[:, -1].to(device=device, dtype=torch.float32, copy=True)
                 outputs = None
-                scores_nV = _processed(logits_processor, batch.every, batch.rows, logits_nV)
-                if do_sample:
-                    scores_nV = scores_nV.softmax(-1).div_(self._exponential_noise(scores_nV, batch))
+                scores_nV = _processed(logits_processor, ids_BL, rows_n, logits_nV)
+                if generation_config.do_sample:
+                    scores_nV = scores_nV.softmax(-1).div_(_exponential_noise(scores_nV, rows, rows_n, len(ids_BL)))
                 best = scores_nV.max(-1)
-                ended = batch.append(best.indices, best.values.isnan())
-                batch.shrink(self.context)
-                yield from ended
 
-    def _exponential_noise(self, scores_nV: Tensor, batch: _Batch) -> Tensor:
-        """[n, V], exponential noise; argmax(p / noise) samples p.
+                # Rows that have left are padded. Criteria may keep state by row: they get all.
+                pad_B = rows_n.new_full((len(ids_BL),), generation_config.pad_token_id or 0)
+                ids_BL = torch.cat([ids_BL, pad_B.index_copy_(0, rows_n, best.indices)[:, None]], dim=-1)
+                # One transfer from the device for each step.
+                stops, broken = torch.stack([criteria(ids_BL, None)[rows_n], best.values.isnan()]).tolist()
+                tokens = ids_BL.size(1) - prompt_tokens
+                if True in broken:
+                    raise NonFiniteError(
+                        f"The logits of {self.generator} for token {tokens} of row {rows[broken.index(True)]} are NaN: "
+                        "its weights are NaN, or overflow in the precision of generation; resume from an earlier "
+                        "checkpoint, lower the learning rate, or generate in bfloat16 or float32."
+                    )
+                places = []
+                for place, (row, stop) in enumerate(zip(rows, stops, strict=True)):
+                    if stop or tokens >= self.max_new_tokens[row]:
+                        completions[row] = ids_BL[row, prompt_tokens:][: max(self.max_new_tokens[row], 0)].tolist()
+                    else:
+                        places.append(place)
+                if places and len(places) < len(rows):
+                    places_n = torch.tensor(places, device=device)
+                    _keep(model_kwargs, places_n, len(rows))
+                    rows_n = rows_n[places_n]
+                rows = [rows[place] for place in places]
+        return completions
 
-        `torch.multinomial` does the same, but it synchronises with the device, and draws for the rows it is given only.
-        """
-        every, vocabulary = len(self.max_new_tokens), scores_nV.size(-1)
-        if batch.size == every or scores_nV.device.type != "cpu":
-            noise_BV = scores_nV.new_empty(every, vocabulary).exponential_()
-            return noise_BV if batch.size == every else noise_BV[batch.rows]
-        # On a CPU one thread draws one number after the other, for 48 ns each. The draws of rows that have left are
-        # skipped for 6 ns: a float64 advances the generator as far as an exponential does, without a logarithm.
-        noise_nV, unused_V = torch.ones_like(scores_nV), torch.empty(vocabulary, dtype=torch.float64)
-        places = {row: place for place, row in batch.unfinished.items()}
-        for row in range(every):
-            if row in places:
-                noise_nV[places[row]].exponential_()
-            else:
-                unused_V.uniform_()
-        return noise_nV
 
+def _exponential_noise(scores_nV: Tensor, rows: list[int], rows_n: Tensor, every: int) -> Tensor:
+    """[n, V], exponential noise; argmax(p / noise) samples p.
 
-class _Batch:
-    """The unfinished rows, each at a place in the batch, and the ids of all rows."""
-
-    def __init__(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: Sequence[int],
-        pad: int,
-        model_kwargs: dict[str, Any],
-        criteria: StoppingCriteriaList,
-        caches: StaticCaches | None,
-        generator: str,
-    ) -> None:
-        self.every = input_ids
-        """`[B, L]`, the ids of every row, padded since it left."""
-        self.rows = torch.arange(len(max_new_tokens), device=input_ids.device)
-        """`[n]`, the row that each place holds."""
-        self.unfinished = dict(enumerate(range(len(max_new_tokens))))
-        """The unfinished rows, by place."""
-        self.model_kwargs = model_kwargs
-        self._max_new_tokens, self._pad, self._criteria, self._caches = max_new_tokens, pad, criteria, caches
-        self._generator = generator
-        self._prompt_tokens = input_ids.size(1)
-
-    @property
-    def size(self) -> int:
-        """Places, n."""
-        return len(self.rows)
-
-    @property
-    def ids(self) -> Tensor:
-        """`[n, L]`, the ids of the rows that have a place."""
-        return self.every if self.size == len(self.every) else self.every[self.rows]
-
-    def append(self, tokens_n: Tensor, broken_n: Tensor) -> list[tuple[int, list[int]]]:
-        """Appends a token to each row; returns the rows that this ends, with their completions."""
-        tokens_B = tokens_n.new_full((len(self.every),), self._pad).index_copy_(0, self.rows, tokens_n)
-        self.every = torch.cat([self.every, tokens_B[:, None]], dim=-1)
-        # Criteria may keep state by row, too. One transfer from the device for each step.
-        ended, broken = torch.stack([self._criteria(self.every, None)[self.rows], broken_n]).tolist()
-        tokens, complete = self.every.size(1) - self._prompt_tokens, []
-        for place, row in list(self.unfinished.items()):
-            if broken[place]:
-                raise NonFiniteError(
-                    f"The logits of {self._generator} for token {tokens} of row {row} are NaN: its weights are NaN, or "
-                    "overflow in the precision of generation; resume from an earlier checkpoint, lower the learning "
-                    "rate, or generate in bfloat16 or float32."
-                )
-            if ended[place] or tokens >= self._max_new_tokens[row]:
-                room = max(self._max_new_tokens[row], 0)
-                complete.append((row, self.every[row, self._prompt_tokens :][:room].tolist()))
-                del self.unfinished[place]
-        return complete
-
-    def shrink(self, context: int | None) -> None:
-        """Removes the places of finished rows: all of them, or, compiled, down to the next bucket size."""
-        if self.unfinished:
-            left = len(self.unfinished)
-            size = min(_bucket(left), self.size) if self._caches else left
-            if size < self.size:
-                self._select(size)
-        if self._caches and context is not None and "position_ids" in self.model_kwargs:
-            # A finished row that keeps its place must not run past the table of positions.
-            self.model_kwargs["position_ids"].clamp_(max=context - 1)
-
-    def _select(self, size: int) -> None:
-        # Finished rows fill the bucket; the loop ignores what they generate.
-        idle = [place for place in range(self.size) if place not in self.unfinished]
-        kept = [*self.unfinished, *idle[: size - len(self.unfinished)]]
-        self.unfinished = dict(enumerate(self.unfinished.values()))
-        places = torch.tensor(kept, device=self.rows.device)
-        rows, self.rows = self.size, self.rows[places]
-        for name, value in self.model_kwargs.items():
-            # [n, L], or [.., n, L] where positions have several axes; others are images, read with the prompt.
-            if isinstance(value, Tensor) and value.ndim > 1 and value.size(-2) == rows:
-                self.model_kwargs[name] = value.index_select(-2, places.to(value.device))
-        cache = self.model_kwargs[CACHE]
-        if self._caches:
-            self.model_kwargs[CACHE] = self._caches.shrink(cache, places)
+    `torch.multinomial` does the same, but it synchronises with the device, and draws for the rows it is given only.
+    """
+    if len(rows) == every or scores_nV.device.type != "cpu":
+        noise_BV = scores_nV.new_empty(every, scores_nV.size(-1)).exponential_()
+        return noise_BV if len(rows) == every else noise_BV[rows_n]
+    # On a CPU one thread draws one number after the other, for 48 ns each. The draws of rows that have left are
+    # skipped for 6 ns: a float64 advances the generator as far as an exponential does, without a logarithm.
+    noise_nV, unused_V = torch.ones_like(scores_nV), torch.empty(scores_nV.size(-1), dtype=torch.float64)
+    noise_of = dict(zip(rows, noise_nV, strict=True))
+    for row in range(every):
+        if row in noise_of:
+            noise_of[row].exponential_()
         else:
-            cache.reorder_cache(places)
+            unused_V.uniform_()
+    return noise_nV
 
 
-def _bucket(rows: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `rows`: few graphs, and at most half of it idle."""
-    power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+def _keep(model_kwargs: dict[str, Any], places_n: Tensor, rows: int) -> None:
+    """Removes the other rows from what the model is given."""
+    for name, value in model_kwargs.items():
+        # [n, L], or [.., n, L] where positions have several axes; others are images, read with the prompt.
+        if isinstance(value, Tensor) and value.ndim > 1 and value.size(-2) == rows:
+            model_kwargs[name] = value.index_select(-2, places_n.to(value.device))
+    model_kwargs[CACHE].reorder_cache(places_n)
+
+
+# ---- Keys and values -------------------------------------------------------------------------------------------------
+
+
+@cache
+def _of_one_dtype(kind: Any) -> Any:
+    """A kind of cache that converts keys to the dtype of the values.
+
+    Under autocast keys come out of a rotation in float32, and values out of a product in half precision. A static cache
+    takes only one dtype; another would take twice the memory, and all of it would be cast again for each token.
+    """
+
+    class OfOneDtype(kind):
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return kind.update(self, key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+    return OfOneDtype
+
+
+@contextmanager
+def keys_read_once() -> Iterator[None]:
+    """In the body, SDPA reads each key once in a decode step, where `transformers` copies the cache G times.
+
+    It does so wherever there is a mask: for prompts of unequal length, and with a static cache.
+    """
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:  # a user's own
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attended
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # what is registered from now on counts
+
+
+def _attended(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
+    """[B, 1, Q, D]: attention as that of `transformers`, in one call for a token under a mask."""
+    (rows, heads, tokens, _), groups = query.shape, getattr(module, "num_key_value_groups", 1)
+    if attention_mask is None or tokens > 1 or groups == 1 or attention_mask.size(1) > 1 or "position_bias" in more:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    # With one token there is no order among queries, so the G heads of a key can be its queries.
+    query_BKGD = query.view(rows, heads // groups, groups, -1)
+    out_BKGD = functional.scaled_dot_product_attention(
+        query_BKGD,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=more.get("dropout", 0.0),
+        scale=more.get("scaling"),
+    )
+    return out_BKGD.reshape(rows, 1, heads, -1), None

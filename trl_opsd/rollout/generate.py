@@ -96,7 +96,7 @@ def _proved(trial: _Trial, policy: BatchPolicy, collective: bool) -> Batching:
     alone_TV = trial.alone(prompt)
     # Right after it, since some models take a prompt of one token for a continuation of the previous call.
     trial.cached = trial.cached and trial.failure([other[:1]], single_TV) is None
-    loop = RaggedDecoding(max_new_tokens=[1, _TOKENS], context=None, collective=collective)
+    loop = RaggedDecoding(max_new_tokens=[1, _TOKENS], collective=collective)
     stay = never = obstacle(trial.model, trial.config())
     for together in [*([policy] if policy.padded_up_to else []), *([BY_LENGTH] * policy.batches_equal_lengths)]:
         pair = [[*prompt, *other, *other] if together.padded_up_to else [*other, other[0]], prompt]

@@ -1,4 +1,4 @@
-"""Generates with an SGLang server: what it is sent, how its responses are read, and how it gets weights."""
+"""An SGLang server: what it is sent, how its responses are read, and how it gets weights."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from pickle import dumps
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.values import pydantic
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
-from trl_opsd.http.client import Count, Response, Schema, ServerKind, TokenId, shown
+from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, shown
 from trl_opsd.http.urls import ROLLOUT_TOKEN, url_of
-from trl_opsd.rollout.served import Facts, GenerationClient
-from trl_opsd.rollout.weight_sync import Layers, as_saved_by_peft, buckets
+from trl_opsd.rollout.weight_sync import Layers, as_saved_by_peft, buckets, weights_of
 from trl_opsd.types import Completion
 
 _ADAPTERS = "--enable-lora --max-lora-rank 64 --lora-target-modules all"
@@ -55,10 +55,6 @@ def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
                 f"`generation_kwargs={{{name!r}: {value!r}}}` is not an option of a rollout with SGLang: expected one "
                 f"of {', '.join(_KNOWN)}."
             )
-    if given.get("ignore_eos") and given.get("stop_token_ids"):
-        raise ValueError(
-            f"`generation_kwargs={given}`: SGLang's 'ignore_eos' ignores 'stop_token_ids' as well: remove one of them."
-        )
     return {
         "temperature": args.temperature,
         "top_p": 1.0 if args.top_p is None else args.top_p,
@@ -126,14 +122,14 @@ def _logprobs(entries: list[_Logprob] | None, ids: list[int]) -> list[float]:
 
 
 class _Info(Schema):
-    dtype: str
+    dtype: Literal["float", "half", "float32", "float16", "bfloat16"]  # of 'auto' it does not tell the actual one
     device: str
-    dp_size: int
-    pp_size: int
+    dp_size: Literal[1]  # SGLang takes new weights only without these two; use `--tensor-parallel-size`
+    pp_size: Literal[1]
     tp_size: Count
     page_size: Count
     max_req_input_len: Count
-    enable_deterministic_inference: bool
+    enable_deterministic_inference: Literal[False]  # which samples all completions with the same random numbers
     enable_lora: bool | None = None
     max_lora_rank: int | None = None
 
@@ -142,12 +138,11 @@ class _Done(Schema):
     success: bool = False
 
 
-class SGLangClient(GenerationClient):
-    """Requests completions from an SGLang server, and sends it weights in a process group with its workers."""
+class SGLangServer:
+    """An SGLang server, which is sent weights in a process group with its workers."""
 
     kind = ServerKind(
-        name="SGLang",
-        subject="The SGLang server",
+        name="SGLang server",
         address="`sglang_server_url`",
         timeout="vllm_server_timeout",
         start="as described in docs/generation.md",
@@ -158,57 +153,49 @@ class SGLangClient(GenerationClient):
     longer_context = "a larger `--context-length` or more memory for its cache"
     min_bias = -1e9  # JSON has no infinity
     sampling = staticmethod(sampling_params)
+    weights = staticmethod(weights_of)
+    no_weights = ""
+    version: str | None = None
+    """The weights that completions have to be generated with."""
+    adapter: str | None = None
+    """The adapter that completions are requested from, by its name on the server."""
     _group: WeightGroup | None = None
 
     @staticmethod
     def address(args: OPSDConfig) -> str:
+        """The address of the server, without a trailing slash."""
         return url_of("sglang_server_url", args.sglang_server_url)
 
-    def read_facts(self) -> Facts:
-        info = self.http.get("/server_info").parse(_Info)
-        dtype = {"float": "float32", "half": "float16"}.get(info.dtype, info.dtype)
-        if dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(
-                f"The SGLang server was started with `--dtype {info.dtype}`, and does not report the actual dtype: "
-                "start it with `--dtype bfloat16`, 'float32' or 'float16', like the student's."
-            )
-        for size, flag in ((info.dp_size, "--data-parallel-size"), (info.pp_size, "--pipeline-parallel-size")):
-            if size != 1:
-                raise ValueError(
-                    f"The SGLang server was started with `{flag} {size}`: SGLang accepts new weights only without it; "
-                    "use `--tensor-parallel-size`."
-                )
-        if info.enable_deterministic_inference:
-            raise ValueError(
-                "The SGLang server was started with `--enable-deterministic-inference`, which samples all completions "
-                "with the same random numbers: start it without that flag."
-            )
-        return Facts(
-            dtype=getattr(torch, dtype),
-            context=info.max_req_input_len - 1 + _AFTER_LONGEST + _UNUSED,
-            longest_prompt=info.max_req_input_len - 1,  # the server refuses one of this length
-            block_size=info.page_size,
-            device=info.device,
-            workers=info.tp_size,
-            no_adapters=""
-            if info.enable_lora
-            else f"the SGLang server was started without adapters: use `{_ADAPTERS}`",
-            max_rank=info.max_lora_rank,
-        )
+    def __init__(self, args: OPSDConfig, http: HTTPClient) -> None:
+        """Reads its configuration; a `ServerError` if it cannot work."""
+        self.http = http
+        info = http.get("/server_info").parse(_Info)
+        self.dtype: torch.dtype = getattr(torch, info.dtype)
+        self.context = info.max_req_input_len - 1 + _AFTER_LONGEST + _UNUSED
+        self.block_size, self.max_rank = info.page_size, info.max_lora_rank
+        self._device, self._workers, self._takes_adapters = info.device, info.tp_size, bool(info.enable_lora)
 
-    def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    def why_no_adapter(self, model: CausalLM) -> str | None:
+        """Why an adapter cannot be sent alone, or `None` if it can."""
+        return None if self._takes_adapters else f"the server was started without adapters: use `{_ADAPTERS}`"
+
+    def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any] | None:
+        """The request for a prompt; `None` for one that the server refuses, as it is too long."""
+        room = self.context - _UNUSED - len(ids)
+        if room < _AFTER_LONGEST:
+            return None
         sampling = {name: value for name, value in options.items() if name not in _OF_THE_PROTOCOL}
-        most = min(options["max_tokens"], self.facts.context - _UNUSED - len(ids))
         of_prompt = options.get("prompt_logprobs") is not None
         return {
             "input_ids": ids,
-            "sampling_params": {"stop_token_ids": [], **sampling, "max_new_tokens": most},
+            "sampling_params": {"stop_token_ids": [], **sampling, "max_new_tokens": min(options["max_tokens"], room)},
             "return_logprob": of_prompt or options.get("logprobs") is not None,
             "logprob_start_len": 0 if of_prompt else -1,
             **({} if self.adapter is None else {"lora_path": self.adapter}),
         }
 
     def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
+        """The completion in the response to a request, which has to be of the weights `version`."""
         found = response.parse(_Row)
         meta = found.meta_info
         if meta.prompt_tokens != len(ids):
@@ -231,12 +218,12 @@ class SGLangClient(GenerationClient):
         """Joins a process group with the server's workers to broadcast weights; returns where these have to be."""
         with suppress(ServerError):  # another server may be at this address now
             self.close()  # a connection of another student
-        on_gpus = device.type == self.facts.device == "cuda"
+        on_gpus = device.type == self._device == "cuda"
         backend = "nccl" if on_gpus else "gloo"
         # A run that was killed may have left it open; a server that is not updating refuses this.
         self.http.post("/end_weight_update", json={})
         self._name = f"trl_opsd_{uuid4().hex}"
-        group = WeightGroup(self._name, urlsplit(self.url).hostname or "", self.facts.workers, backend)
+        group = WeightGroup(self._name, urlsplit(self.http.url).hostname or "", self._workers, backend)
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(
                 self._call,
@@ -245,7 +232,7 @@ class SGLangClient(GenerationClient):
                 master_address=group.address,
                 master_port=group.port,
                 rank_offset=1,
-                world_size=1 + self.facts.workers,
+                world_size=1 + self._workers,
                 group_name=self._name,
                 backend=backend,
             )
@@ -254,29 +241,20 @@ class SGLangClient(GenerationClient):
             except RuntimeError as error:
                 joining.result()  # the server may say why
                 raise ServerError(
-                    f"The SGLang server at {self.url} did not connect to {group.address} port {group.port} of this "
-                    f"machine for weight transfer: {error}"
+                    f"The SGLang server at {self.http.url} did not connect to {group.address} port {group.port} of "
+                    f"this machine for weight transfer: {error}"
                 ) from error
-            try:
-                joining.result()
-            except ServerError:
-                group.abandon()
-                raise
+            joining.result()
         self._group = group
         return device if on_gpus else torch.device("cpu")
 
-    def connected(self) -> WeightGroup:
-        if self._group is None:
-            raise ServerError(
-                f"The SGLang server at {self.url} is disconnected, because an update failed or the rollout was closed: "
-                "restart the training."
-            )
-        return self._group
-
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights, bucket by bucket. If it fails, those of the server are unknown."""
-        group = self.connected()
-        self._group = self.version = None  # until all have arrived
+        group, self._group, self.version = self._group, None, None  # until all have arrived
+        if group is None:
+            raise ServerError(
+                f"The SGLang server at {self.http.url} is disconnected, because an update failed: restart the training."
+            )
         version = uuid4().hex
         try:
             self._call("begin_weight_update", selector="target")
@@ -308,15 +286,17 @@ class SGLangClient(GenerationClient):
             one.wait()
 
     def reset_prefixes(self) -> None:
+        """Resets the prefix cache."""
         response = self.http.post("/flush_cache", params={"timeout": _IDLE_SECONDS})
         if response.status != 200:
             raise ServerError(
-                f"The SGLang server at {self.url} did not reset its prefix cache, which happens while it serves other "
-                "requests; completions would come from earlier weights. Use it for a single training run. Its "
+                f"The SGLang server at {self.http.url} did not reset its prefix cache, which happens while it serves "
+                "other requests; completions would come from earlier weights. Use it for a single training run. Its "
                 f"response: {response.text[:300]}"
             )
 
     def close(self) -> None:
+        """Leaves the process group."""
         group, self._group = self._group, None
         if group is not None:
             try:
@@ -334,11 +314,12 @@ class SGLangClient(GenerationClient):
             "load_lora_adapter_from_tensors",
             lora_name=name,
             config_dict=config,
-            serialized_named_tensors=[payload] * self.facts.workers,
+            serialized_named_tensors=[payload] * self._workers,
             expected_checksums=digests,
         )
 
     def drop_adapter(self, name: str) -> None:
+        """Unloads an adapter."""
         self._call("unload_lora_adapter", lora_name=name)
 
     def _call(self, path: str, within: float | None = None, **body: Any) -> None:

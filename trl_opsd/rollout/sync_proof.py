@@ -6,7 +6,6 @@ L probe tokens · T generated tokens · V vocabulary
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, cycle, islice
 from typing import Any, TypeAlias
 
@@ -50,12 +49,8 @@ class SyncProof:
     after an image is compared, too.
     """
 
-    def __init__(
-        self, trainer: Host, engine: Engine, dtype: torch.dtype, with_adapter: bool, sees: bool = False
-    ) -> None:
-        self._trainer, self._engine, self._dtype, self._with_adapter = trainer, engine, dtype, with_adapter
-        self._sees = sees
-        self._last_scores_L: Tensor | None = None
+    def __init__(self, trainer: Host, engine: Engine, dtype: torch.dtype, sees: bool = False) -> None:
+        self._trainer, self._engine, self._dtype, self._sees = trainer, engine, dtype, sees
         # A shorter probe than a block never uses the prefix cache, and a stale one would go unnoticed.
         self._length = max(engine.block_size + 2, PROMPTED)
         if trainer.limits.context is not None:
@@ -72,7 +67,7 @@ class SyncProof:
             text = [one for one in chain.from_iterable(prompt_ids) if one not in placeholders]
             text = list(islice(cycle(text), self._length))
             (text,) = broadcast_object_list([text])
-            self._probe_ids, self._last_scores_L = text or None, None
+            self._probe_ids = text or None
 
     def check(self) -> float:
         """The largest log-probability difference in nats over all processes; an error if rounding cannot explain it."""
@@ -83,21 +78,16 @@ class SyncProof:
         worst_G2 = self._trainer.accelerator.gather(torch.tensor([gaps], device=ids_RL.device)).amax(0)
         largest, excess = worst_G2.amax(0).tolist()
         if not excess <= 1:  # not `> 1`: NaN has to fail, too
-            # All processes get here together, as the forward of a sharded student is collective.
-            bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
-            cause = "the vision tower: text agrees, images do not"
-            if not worst_G2[0, 1] <= 1:
-                cause = self._cause(scores, own_RL, bare_RL, scale)
+            where = (
+                "text" if not worst_G2[0, 1] <= 1 else "text after an image, not in other text: see its vision tower"
+            )
             raise SyncError(
                 f"After a weight sync {self._engine.name} and the student disagree by {excess:.3g} times what "
-                f"rounding in {str(self._dtype).removeprefix('torch.')} explains. Likely {cause}."
+                f"rounding in {str(self._dtype).removeprefix('torch.')} explains, in {where}. Weights may not have "
+                "arrived (of an adapter, a tied head, or by names that the engine does not know), its prefix cache may "
+                "be of earlier ones, or it computes in a lower precision."
             )
-        self._last_scores_L = scores[0]
         return float(largest)
-
-    def record_scores(self) -> None:
-        """Records the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
-        self._last_scores_L = self._engine_scores()[1][0]
 
     def _gap_after_image(self) -> tuple[float, float]:
         """The difference in the text after an image, as states of the image itself were never trained to predict."""
@@ -123,21 +113,16 @@ class SyncProof:
         scored = torch.tensor(rows[0].prompt_logprobs + rows[0].logprobs)
         return ids_RL.to(self._trainer.accelerator.device), (scored, torch.tensor(rows[1].logprobs))
 
-    def _student(
-        self, ids_RL: Tensor, prompt: PromptIds | None = None, without_adapter: bool = False
-    ) -> tuple[Tensor, float]:
+    def _student(self, ids_RL: Tensor, prompt: PromptIds | None = None) -> tuple[Tensor, float]:
         """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the RMS of its logits."""
         trainer = self._trainer
         images = together(images_of([prompt] * len(ids_RL)), [0] * len(ids_RL), ids_RL.size(1))
 
         def logits(student: Any) -> Tensor:
-            off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
             given = seen(images, inspect.signature(without_peft(student).forward).parameters, ids_RL.device)
-            with off:
-                found: Tensor = student(
-                    input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False, **given
-                ).logits[:, :-1]
-            return found
+            found = student(input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False, **given)
+            logits_RLV: Tensor = found.logits[:, :-1]
+            return logits_RLV
 
         # Layer by layer where it is sharded: no process holds the whole student.
         with preserved_mode(trainer.model), torch.no_grad(), autocast(trainer.accelerator):
@@ -153,22 +138,3 @@ class SyncProof:
         # The median separates rounding from faults; the largest difference does not, in bfloat16.
         excess = torch.stack([one for row in rows for one in (row.mean() / AVERAGE, row.median())]).max()
         return float(torch.cat(rows).max()), float(excess) / (RELATIVE[self._dtype] * max(scale, 1e-6))
-
-    def _cause(self, scores: Scores, own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
-        """A likely cause; `bare_RL` are the student's log-probabilities without its adapter."""
-        engine, (scored, cached), last_L = self._engine.name, scores, self._last_scores_L
-        if bare_RL is not None and self._gap(scores, bare_RL, scale)[1] <= 1:
-            return f"a missing adapter: {engine} agrees with the student without its adapter"
-        prompt = len(self._probe_ids or [0]) - 1
-        largest, _ = self._gap(scores, own_RL, scale)
-        if last_L is not None and prompt and (scored - last_L)[:prompt].abs().max() <= largest / 10:
-            return f"stale weights: the log-probabilities of {engine} are those from before the sync"
-        # What follows the prompt may be generated with the cached keys of the same prompt.
-        uncached = torch.cat([scored[:prompt], own_RL[0, prompt:]])
-        if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale)[1] <= 1:
-            return f"a stale prefix cache: {engine} agrees with the student where it cannot use its cache"
-        if self._gap((scored, cached), own_RL, scale)[1] <= RELATIVE[torch.bfloat16] / RELATIVE[self._dtype]:
-            return "a dtype: a lower precision than the student's would explain the difference"
-        tied = self._trainer.model.config.get_text_config().tie_word_embeddings
-        head = f"a tied head, which {engine} stores twice" if tied else f"names that {engine} does not know"
-        return f"{head}: only some new weights arrived"

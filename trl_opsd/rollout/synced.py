@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
 from trl_opsd.types.rollout import RowImages
 
-E = TypeVar("E", bound=Engine)
-
 Key: TypeAlias = tuple[tuple[int, ...], RowImages | None, tuple[int, ...]]
 """A prompt, its images, and the ids of a completion."""
 Logprobs: TypeAlias = dict[Key, list[float]]
@@ -32,7 +30,7 @@ EVERY = 16
 """Where log-probabilities weigh no loss, the engine returns them for one row in so many: they cost it time."""
 
 
-class SyncedRollout(RolloutBackend, Generic[E]):
+class SyncedRollout(RolloutBackend):
     """A rollout with an engine that gets the student's weights before it generates, if they have changed, and whose
     log-probabilities are then compared with the student's.
 
@@ -47,6 +45,8 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     returns_logprobs = True
     of_student: ClassVar[Mapping[str, Any]] = {}
     """What it takes from the student's own generation config: nothing."""
+    engine: Engine
+    """What generates."""
     sees: bool = False
     """Whether the engine reads images in this run."""
 
@@ -61,7 +61,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     # ---- What depends on the engine -----------------------------------------------------------------------------
 
-    def set_up(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
+    def set_up(self, trainer: Host, engine: Engine, sampling: dict[str, Any], dtype: torch.dtype) -> None:
         """Stores what `bind` has built.
 
         Args:
@@ -75,7 +75,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
                 The less precise of those that engine and student compute in.
         """
         self.trainer, self.engine, self._sampling = trainer, engine, sampling
-        self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model), self.sees)
+        self._proof = SyncProof(trainer, engine, dtype, self.sees)
         self._sent, self._proved, self._has_weights = None, False, True
 
     @abstractmethod
@@ -172,7 +172,6 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         proves = check == "every" or (check == "first" and not self._proved)
         if proves and not self._proved and self._has_weights:
             self.wake("kv_cache")
-            self._proof.record_scores()
             self.engine.wipe_cache()  # its first weights may be random, and NaNs in the cache outlive a sync
         self._sent = None  # if an exception follows, the engine's weights are unknown
         with _timed(trainer, "sync/seconds"), torch.no_grad():

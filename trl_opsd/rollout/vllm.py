@@ -33,10 +33,11 @@ _SHAPES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_
 """Config fields of the checkpoint and the student that must agree, so that the weights fit the engine."""
 
 
-class VLLMRollout(SyncedRollout[VLLMEngine]):
+class VLLMRollout(SyncedRollout):
     """Generates with vLLM in the training process; rejects options that cannot work before a model is loaded."""
 
     reads_images: ClassVar[bool] = True
+    engine: VLLMEngine
 
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)

@@ -1,4 +1,4 @@
-"""Generates with a vLLM server: what it is sent, how its responses are read, and how TRL's client sends weights."""
+"""A vLLM server: what it is sent, how its responses are read, and how TRL's client sends weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import atexit
 import json
 import os
 import socket
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
 from time import monotonic, sleep
 from typing import Annotated, Any
 from urllib.parse import urlsplit
-from weakref import WeakValueDictionary
 
 import torch
 from accelerate.utils import patch_environment
@@ -26,13 +26,9 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
 from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine, url_of
-from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
-from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft
+from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft, weights_of
 from trl_opsd.types import Completion
-
-SENDS_FROM = "cuda"
-"""The type of device that TRL's client can send weights from: it has only NCCL."""
 
 _ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 64 --max-loras 2"
 """How to start a server that loads adapters: two at a time, as a new one comes before the old one goes."""
@@ -47,12 +43,11 @@ _ABORT_SECONDS = 10.0
 
 class _Models(Schema):
     first: str = at("data", 0, "id")
-    context: Count | None = at("data", 0, "max_model_len", default=None)
+    context: Count = at("data", 0, "max_model_len")
 
 
 class _Info(Schema):
     dtype: str = at("vllm_config", "model_config", "dtype")
-    max_model_len: Count = at("vllm_config", "model_config", "max_model_len")
     block_size: Count = at("vllm_config", "cache_config", "block_size")
     weight_transfer_config: Any = at("vllm_config", "weight_transfer_config", default=None)
     max_lora_rank: Count | None = at("vllm_config", "lora_config", "max_lora_rank", default=None)
@@ -84,22 +79,11 @@ class _Completions(Schema):
 # ---- Requests --------------------------------------------------------------------------------------------------------
 
 
-def check_sends(device: torch.device) -> None:
-    """Refuses a device from which whole weights cannot be sent."""
-    if device.type != SENDS_FROM:
-        raise ValueError(
-            f"`vllm_mode='server'` on the device '{device}': whole weights are sent to a vLLM server with NCCL, which "
-            "needs a CUDA device. Train an adapter (`peft_config`) and start a server that loads adapters, as "
-            "docs/generation.md says, or use an SGLang server (`sglang_server_url`)."
-        )
-
-
-class VLLMServerClient(GenerationClient):
-    """Requests completions from a vLLM server, and sends it weights. It does not report which weights it used."""
+class VLLMServer:
+    """A vLLM server, which does not report which weights it used."""
 
     kind = ServerKind(
-        name="vLLM",
-        subject="The vLLM server",
+        name="vLLM server",
         address="`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`",
         timeout="vllm_server_timeout",
         start="as described in docs/generation.md",
@@ -110,71 +94,130 @@ class VLLMServerClient(GenerationClient):
     longer_context = "a larger `--max-model-len`"
     min_bias = -100.0  # the lowest that a server accepts
     sampling = staticmethod(request_options)
+    version: str | None = None
+    """The weights that completions have to be generated with, where the server reports them."""
+    adapter: str | None = None
+    """The adapter that completions are requested from, by its name on the server."""
     _sender: _Sender | None = None
-
-    @classmethod
-    def check(cls, args: OPSDConfig) -> None:
-        if args.vllm_enable_sleep_mode:
-            raise ValueError(
-                "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has its own device and does not "
-                "sleep: set it to False."
-            )
-        super().check(args)
-        if args.vllm_weight_sync == "full":
-            check_sends(args.device)
 
     @staticmethod
     def address(args: OPSDConfig) -> str:
+        """The address of the server, without a trailing slash."""
         given = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return url_of("vllm_server_base_url", given)
 
-    @classmethod
-    def weights(cls, model: CausalLM) -> list[Weight]:
-        has_head = may_have_head(model.config)
-        return [weight for weight in super().weights(model) if has_head or weight.name != HEAD]
-
-    def read_facts(self) -> Facts:
-        model = self.http.get("/v1/models").parse(_Models)
-        response, why = self.http.get("/server_info", params={"config_format": "json"}), ""
+    def __init__(self, args: OPSDConfig, http: HTTPClient) -> None:
+        """Reads its configuration; a `ValueError` if it can be sent neither weights nor adapters."""
+        self._args, self.http = args, http
+        model = http.get("/v1/models").parse(_Models)
+        self._model, self.context = model.first, model.context
+        response = http.get("/server_info", params={"config_format": "json"})
         info = None if response.status == 404 else response.parse(_Info)
-        if info is None:
-            why = (
-                f"The vLLM server at {self.url} does not expose its development endpoints, which receive weights: "
-                "start it with `VLLM_SERVER_DEV_MODE=1` in its environment"
+        # Without development mode it does not tell its dtype and its largest rank.
+        self.dtype: torch.dtype | None = getattr(torch, info.dtype.removeprefix("torch.")) if info else None
+        self.block_size = info.block_size if info else _LARGEST_BLOCK
+        self.max_rank = info.max_lora_rank if info else None
+        self.no_weights = self.no_adapters = ""
+        if info is None or info.weight_transfer_config is None:
+            self.no_weights = (
+                f"The vLLM server at {http.url} cannot be sent weights: start it with `VLLM_SERVER_DEV_MODE=1` in its "
+                """environment and `--weight-transfer-config '{"backend": "nccl"}'`, as docs/generation.md says"""
             )
-        elif info.weight_transfer_config is None:
-            why = (
-                f"The vLLM server at {self.url} cannot be sent weights: start it with "
-                """`--weight-transfer-config '{"backend": "nccl"}'`, as described in docs/generation.md"""
-            )
-        no_adapters = "`vllm_weight_sync='full'`" if self.args.vllm_weight_sync == "full" else self._why_no_adapters()
-        length = model.context if info is None else info.max_model_len
-        if why and (no_adapters or length is None):
-            raise ValueError(f"{why}. Nor can it be sent adapters: {no_adapters or 'its context length is unknown'}.")
-        assert length is not None, "an info has it"
-        return Facts(
-            model=model.first,
-            dtype=None if info is None else getattr(torch, info.dtype.removeprefix("torch.")),
-            context=length,
-            longest_prompt=length,
-            block_size=_LARGEST_BLOCK if info is None else info.block_size,
-            no_weights=why,
-            no_adapters=no_adapters,
-            max_rank=None if info is None else info.max_lora_rank,
-        )
-
-    def _why_no_adapters(self) -> str:
-        """Asks for an adapter that is not there, and reads from the error whether one could be."""
-        nowhere = {"lora_name": "trl_opsd-none", "lora_path": "/nonexistent/trl_opsd"}
-        said = self.http.post("/v1/load_lora_adapter", json=nowhere)
-        if nowhere["lora_path"] in said.text:  # looked for
-            return ""
-        return f"the vLLM server loads no adapters while it runs ({said.status}): start it with `{_ADAPTERS}`"
+        if args.vllm_weight_sync != "full":
+            # Asks for an adapter that is not there; the error says whether it was looked for.
+            nowhere = {"lora_name": "trl_opsd-none", "lora_path": "/nonexistent/trl_opsd"}
+            said = http.post("/v1/load_lora_adapter", json=nowhere)
+            if nowhere["lora_path"] not in said.text:
+                self.no_adapters = f"it loads no adapters while it runs ({said.status}): start it with `{_ADAPTERS}`"
+        if self.no_weights and (self.no_adapters or args.vllm_weight_sync == "full"):
+            raise ValueError(f"{self.no_weights}. Nor can it be sent adapters: {self.no_adapters or 'not asked for'}.")
 
     def why_no_adapter(self, model: CausalLM) -> str | None:
-        return super().why_no_adapter(model) or (
-            why_no_adapter(without_peft(model).config, "auto", adapter_layers(model)) if is_peft(model) else None
-        )
+        """Why an adapter of this student cannot be sent alone, or `None` if it can."""
+        if self.no_adapters or not is_peft(model):
+            return self.no_adapters or None
+        return why_no_adapter(without_peft(model).config, "auto", adapter_layers(model))
+
+    def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any] | None:
+        """The request for a prompt; `None` where there is no room after it."""
+        if options["max_tokens"] < 1:
+            return None
+        # Ids instead of text, which does not determine the ids.
+        same = {"model": self.adapter or self._model, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return {**same, **options, "prompt": ids}
+
+    def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
+        """The completion in the response to a request."""
+        (choice,) = response.parse(_Completions).choices
+        scores: dict[str, list[float]] = {"logprobs": [], "prompt_logprobs": []}
+        if body.get("logprobs") is not None:
+            scores["logprobs"] = self._each(choice.logprobs, choice.token_ids, "logprobs")
+        if body.get("prompt_logprobs") is not None:  # the first token has no context
+            scored = zip(choice.prompt_logprobs or (), ids, strict=False)
+            found = [entry[str(token)].logprob for entry, token in scored if entry and str(token) in entry]
+            scores["prompt_logprobs"] = self._each(found, ids[1:], "prompt_logprobs")
+        return Completion(prompt_ids=choice.prompt_token_ids, completion_ids=choice.token_ids, **scores)
+
+    def _each(self, found: list[float], tokens: list[int], name: str) -> list[float]:
+        if len(found) != len(tokens):
+            raise ServerError(f"The vLLM server returned {len(found)} of {len(tokens)} log-probabilities, {name}.")
+        return found
+
+    def weights(self, model: CausalLM) -> list[Weight]:
+        """The weights to send: no head to a model that always uses its embeddings instead."""
+        has_head = may_have_head(model.config)
+        return [weight for weight in weights_of(model) if has_head or weight.name != HEAD]
+
+    def open(self, device: torch.device) -> torch.device:
+        """Connects to send weights, again if it was connected, and returns the device where they have to be."""
+        self.close()
+        port = self._args.vllm_group_port
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as error:  # else the server would connect to what listens there, and both wait for minutes
+            raise ValueError(
+                f"Cannot listen on `vllm_group_port={port}`, to which the vLLM server connects ({error}): close the "
+                "rollout of the trainer that does (`trainer.rollout.close()`), or set it to a free port."
+            ) from error
+        self._sender = _Sender(self.http, port)
+        # A server on this machine is met on loopback, not on a public address.
+        is_here = is_this_machine(urlsplit(self.http.url).hostname) and "VLLM_HOST_IP" not in os.environ
+        try:
+            with patch_environment(**({"VLLM_HOST_IP": "127.0.0.1"} if is_here else {})):
+                self._sender.init_communicator(device)
+        except BaseException:
+            self.close()  # else the port would be held
+            raise
+        # TRL registers it, which would keep the connection of a dropped trainer until the program ends.
+        atexit.unregister(self._sender.close_communicator)
+        weakref.finalize(self, self._sender.close_communicator)
+        return device
+
+    def update(self, stream: Stream) -> None:
+        """Replaces all weights while no row is generated: new weights during a decoding step would end the server."""
+        assert self._sender is not None, "a closed rollout sends nothing"
+        self.reset_prefixes()
+        self._sender.update_named_params(stream.announced(), iter(stream))
+
+    def reset_prefixes(self) -> None:
+        """Resets the prefix cache; waits for rows that are being cancelled."""
+        began = monotonic()
+        while True:
+            response = self.http.post("/reset_prefix_cache", json={}).check_status()
+            if not response.content or response.parse(_Reset).success:
+                return
+            if monotonic() - began >= _ABORT_SECONDS:
+                raise ServerError(
+                    f"The vLLM server at {self.http.url} did not reset its prefix cache because it is serving other "
+                    "requests; completions would come from earlier weights. Use it for a single training run."
+                )
+            sleep(0.1)
+
+    def close(self) -> None:
+        """Disconnects, so that another training run can use the server."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close_communicator()
 
     def put_adapter(self, name: str, layers: Layers) -> None:
         """Writes it to disk, where alone a vLLM server can read it, in the folder of the run."""
@@ -198,89 +241,7 @@ class VLLMServerClient(GenerationClient):
         self.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).check_status()
 
     def _folder(self, name: str) -> Path:
-        return Path(self.args.output_dir).absolute() / "_served_adapters" / name  # which is not pushed to a hub
-
-    def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
-        # Ids instead of text, which does not determine the ids.
-        same = {"model": self.adapter or self.facts.model, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {**same, **options, "prompt": ids}
-
-    def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
-        (choice,) = response.parse(_Completions).choices
-        scores: dict[str, list[float]] = {"logprobs": [], "prompt_logprobs": []}
-        if body.get("logprobs") is not None:
-            scores["logprobs"] = self._each(choice.logprobs, choice.token_ids, "logprobs")
-        if body.get("prompt_logprobs") is not None:  # the first token has no context
-            scored = zip(choice.prompt_logprobs or (), ids, strict=False)
-            found = [entry[str(token)].logprob for entry, token in scored if entry and str(token) in entry]
-            scores["prompt_logprobs"] = self._each(found, ids[1:], "prompt_logprobs")
-        return Completion(prompt_ids=choice.prompt_token_ids, completion_ids=choice.token_ids, **scores)
-
-    def _each(self, found: list[float], tokens: list[int], name: str) -> list[float]:
-        if len(found) != len(tokens):
-            raise ServerError(f"The vLLM server returned {len(found)} of {len(tokens)} log-probabilities, {name}.")
-        return found
-
-    def open(self, device: torch.device) -> torch.device:
-        """Connects to send weights; a server on this machine is met on loopback, not on a public address.
-
-        An earlier connection of this process over the same port is closed: only one client at a time can have it.
-        """
-        check_sends(self.args.device)
-        port = self.args.vllm_group_port
-        _connected.get(port, self).close()  # the earlier client listens at the port until it is closed
-        self.close()
-        _check_free(port)
-        self._sender = _Sender(self.http, port)
-        try:
-            is_here = is_this_machine(urlsplit(self.url).hostname) and "VLLM_HOST_IP" not in os.environ
-            with patch_environment(**({"VLLM_HOST_IP": "127.0.0.1"} if is_here else {})):
-                self._sender.init_communicator(device)
-        except BaseException:
-            self.close()  # else the port would be held
-            raise
-        _connected[port] = self
-        return device
-
-    def connected(self) -> _Sender:
-        if self._sender is None:  # a vLLM server does not say whose weights it has
-            raise ServerError(
-                f"The vLLM server at {self.url} is disconnected: the rollout was closed, or another trainer in this "
-                f"process connected through `vllm_group_port={self.args.vllm_group_port}`. Build a new "
-                "trainer; two at the same time each need their own server and port."
-            )
-        return self._sender
-
-    def update(self, stream: Stream) -> None:
-        """Replaces all weights while no row is generated: new weights during a decoding step would end the server."""
-        sender = self.connected()
-        self.reset_prefixes()
-        sender.update_named_params(stream.announced(), iter(stream))
-
-    def reset_prefixes(self) -> None:
-        """Resets the prefix cache; waits for rows that are being cancelled."""
-        began = monotonic()
-        while True:
-            response = self.http.post("/reset_prefix_cache", json={}).check_status()
-            if not response.content or response.parse(_Reset).success:
-                return
-            if monotonic() - began >= _ABORT_SECONDS:
-                raise ServerError(
-                    f"The vLLM server at {self.url} did not reset its prefix cache because it is serving other "
-                    "requests; completions would come from earlier weights. Use it for a single training run."
-                )
-            sleep(0.1)
-
-    def close(self) -> None:
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            # TRL registers it, which would keep the connection until the program ends.
-            atexit.unregister(sender.close_communicator)
-            sender.close_communicator()
-
-
-_connected: WeakValueDictionary[int, VLLMServerClient] = WeakValueDictionary()
-"""The client of this process that last used each group port."""
+        return Path(self._args.output_dir).absolute() / "_served_adapters" / name  # which is not pushed to a hub
 
 
 class _Sender(VLLMClient):
@@ -300,16 +261,3 @@ class _Sender(VLLMClient):
     def _post(self, url: str, **request: Any) -> dict[str, Any]:
         self._http.post(url.removeprefix(self.base_url), **request).check_status()
         return {}  # TRL reads nothing of it
-
-
-def _check_free(port: int) -> None:
-    """Rejects a port that is in use: the server would connect to that, and both would wait for minutes."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ValueError(
-                f"Cannot listen on `vllm_group_port={port}`, to which the vLLM server connects ({error}): set it to a "
-                "free port; another training on this machine may use it."
-            ) from error

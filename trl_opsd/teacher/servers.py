@@ -29,8 +29,7 @@ from trl_opsd.teacher.answers import POOLING, SCORING, Answers, Row
 T = TypeVar("T")
 
 KIND = ServerKind(
-    name="teacher",
-    subject="The teacher's server",
+    name="teacher's server",
     address="`teacher_server_url`",
     timeout="teacher_server_timeout",
     start=f"with `{POOLING}`",
@@ -83,7 +82,7 @@ class TeacherServer(HTTPClient):
     """The server of a teacher, and the model that it serves.
 
     `deadline`: seconds per row over all attempts. `timeout`: seconds to wait until it is up, and again for its first
-    rows. A `ValueError` if it is not up in time.
+    rows; a later row that takes longer is warned of, once. A `ValueError` if it is not up in time.
     """
 
     api = "vLLM (pooling)"
@@ -94,6 +93,7 @@ class TeacherServer(HTTPClient):
     def __init__(self, url: str, deadline: float, timeout: float) -> None:
         super().__init__(KIND, url, KIND.health_seconds)
         self._row_seconds, self._start_seconds = deadline, max(timeout, _PROBE_SECONDS)
+        self._has_warned = False
         self._room = asyncio.Semaphore(_AT_ONCE)
         self.wait_until_up(timeout)
         self.model = self.get("/v1/models").parse(_Model)
@@ -135,6 +135,7 @@ class TeacherServer(HTTPClient):
         try:
             async with asyncio.timeout(seconds), self._room:
                 while True:
+                    alarm = asyncio.get_running_loop().call_later(self._start_seconds, self._warn_of_delay, each)
                     try:
                         return await ask(each)
                     except WrongAnswerError:
@@ -145,12 +146,22 @@ class TeacherServer(HTTPClient):
                         said, pause, left = str(error), PAUSE, left - 1
                         if not left:
                             raise
+                    finally:
+                        alarm.cancel()
                     await asyncio.sleep(pause)
         except TimeoutError:
             raise ServerError(
-                f"{KIND.subject} at {self.url} has not {what} within {seconds:g} seconds (from `{origin}`): see its "
+                f"The {KIND.name} at {self.url} has not {what} within {seconds:g} seconds (from `{origin}`): see its "
                 f"log, and raise `{origin}` if it just needs more time. {said}"
             ) from None
+
+    def _warn_of_delay(self, seconds: float) -> None:
+        if self.is_proved and not self._has_warned:
+            self._has_warned = True
+            warn_in_main(
+                f"The {KIND.name} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
+                f"waiting up to {seconds:g} (from `ddp_timeout`): see its log."
+            )
 
     # ---- What it offers -----------------------------------------------------------------------------------------
 
