@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from divergences import EntropyAwareKL
 from peft import LoraConfig
 from small_methods import AnchoredBy, ShortAtFirst
 from support import tiny
@@ -16,7 +17,8 @@ from support.rollouts import Answering
 from torch import Tensor
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.losses import DIVERGENCES, ForwardKL, ReverseKL
+from trl_opsd.losses import ForwardKL, ReverseKL
+from trl_opsd.losses.registry import divergence_of
 
 WORDS = tiny.tokenizer()
 RATE = 1e-2
@@ -61,7 +63,7 @@ def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, opt
     own = options.get("teacher_model_kind")
     student, origin = student.double().train(), copy.deepcopy(student).double().eval()
     models = {name: one.double().eval() for name, one in teachers.items()}
-    compared = DIVERGENCES[options.get("divergence", "reverse_kl")]()
+    compared = divergence_of(options.get("divergence", "reverse_kl"))
     anchored = ForwardKL() if options.get("methods") == "anchored" else ReverseKL()
     weight, bound = options.get("contrast_weight", 0.0), options.get("contrast_clip")
     factor, anchor = options.get("extrapolation", 1.0), options.get("anchor_weight", 0.0)
@@ -109,7 +111,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "beyond the teacher": {"extrapolation": 1.25},
     "anchor": {"anchor_weight": 0.3},
     "anchor, forward": {"anchor_weight": 0.3, "methods": "anchored"},
-    "entropy-aware": {"divergence": "entropy_aware_kl"},
+    "entropy-aware": {"divergence": EntropyAwareKL()},
 }
 WITH: dict[str, dict[str, Any]] = {
     "itself": {},
