@@ -21,19 +21,15 @@ def lowercasing() -> Any:
 CASES: list[Case] = [
     option("tokenizers", "`cross_tokenizer='words'`: expected 'bytes'", cross_tokenizer="words"),
     *(
-        option("tokenizers", "with `cross_tokenizer='bytes'`: ", **BYTES, **more)
-        for more in (
-            {"top_k_teacher": 5},
-            {"kl_clip": 1.0},
-            {"divergence": "sampled_reverse_kl"},
-            {"teacher_server_url": "http://127.0.0.1:8000"},
-            {"teacher_model_kind": "base"},
-            {"teacher_targets": "folder"},
+        method(
+            "tokenizers", f"`cross_tokenizer='bytes'` with `?{beside}.*: the teacher has other tokens", **BYTES, **more
         )
-    ),
-    *(
-        method("tokenizers", f"`cross_tokenizer='bytes'` with `{name}`, which reads distributions", **BYTES, **more)
-        for name, more in {
+        for beside, more in {
+            "top_k_teacher": {"top_k_teacher": 5},
+            "kl_clip": {"kl_clip": 1.0},
+            "SampledReverseKL": {"divergence": "sampled_reverse_kl"},
+            "teacher_server_url": {"teacher_server_url": "http://127.0.0.1:8000", "teacher_model": "teacher"},
+            "teacher_model_kind": {"teacher_model_kind": "base", "teacher_model": None},
             "TokenSelection": {"token_selection": "student_entropy", "token_fraction": 0.5},
             "Contrast": {"contrast_weight": 0.5},
             "Extrapolation": {"extrapolation": 1.5},
@@ -44,7 +40,7 @@ CASES: list[Case] = [
     Case(
         "tokenizers",
         "another tokenizer without the option",
-        "or, unless a server has it, set `cross_tokenizer='bytes'`",
+        "or compare texts, unless a server has it",
         lambda lab: lab.make(teacher_processing_class=byte_pairs(40)),
         before_loading=True,
     ),
@@ -59,7 +55,7 @@ CASES: list[Case] = [
     Case(
         "tokenizers",
         "a tokenizer that is not known",
-        "the tokenizer of the teacher is not known: pass it as `teacher_processing_class`",
+        "The tokenizer of the teacher is not known: pass it as `teacher_processing_class`",
         lambda lab: lab.make(**BYTES),
         before_loading=True,
     ),

@@ -32,6 +32,7 @@ from trl_opsd.teacher.comparison import Comparison, TeacherTokens, selected, tok
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers, is_ours
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
+from trl_opsd.types.known import TokenHead
 from trl_opsd.types.targets import RowTargets, fetch, has_streams, kept_by_row, targets_device
 
 _ROWS = 8
@@ -68,6 +69,11 @@ class ByteTeacher(Teacher):
     def __init__(
         self, teacher: Teacher, student: ByteVocabulary, its: ByteVocabulary, host: Any, student_forks: Forking
     ) -> None:
+        if isinstance(teacher.head, TokenHead):
+            raise ValueError(
+                "`cross_tokenizer='bytes'` needs the whole distribution of each teacher, but of "
+                f"{teacher} some tokens are known: use one with hidden states."
+            )
         self._host: Any = host
         self._most_missed: float = host.args.cross_tokenizer_missed
         self._forks, self._student_forks = Forking("teacher", self._most_missed), student_forks
@@ -105,7 +111,7 @@ class ByteTeacher(Teacher):
         return told
 
     @property
-    def spelling(self) -> str:
+    def form(self) -> str:
         """What its tokens and the student's stand for, as a digest."""
         return f"tokens of sha256 {self.its.digest[:16]} by those of {self._student.digest[:16]}"
 

@@ -162,7 +162,6 @@ def _check_whole(
     temperature = args.teacher_temperature or args.temperature
     needs = {
         "methods": needs_whole,
-        "cross_tokenizer": args.cross_tokenizer,
         "teacher_temperature": None if temperature == 1 else temperature,
         "kl_clip": args.kl_clip,
         "top_k_teacher": args.top_k_teacher,
