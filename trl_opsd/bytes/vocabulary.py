@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trl_opsd.bytes.covering import Cutter, valid_text
 from trl_opsd.bytes.table import END, ROOT, ByteTable, CoveringTree, Numbers
@@ -37,18 +38,9 @@ _TEXTS = (
 """Texts of every kind, in the composed form (NFC) that most tokenizers turn text into."""
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes as: printable ones as themselves, others from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(256 + number): byte for number, byte in enumerate(others)},
-    }
-
-
-_ALPHABET = _byte_alphabet()
-_CHARACTERS = {byte: char for char, byte in _ALPHABET.items()}
+_CHARACTERS: dict[int, str] = bytes_to_unicode()
+"""The characters that byte-level vocabularies write bytes as."""
+_ALPHABET = {char: byte for byte, char in _CHARACTERS.items()}
 
 
 def _byte_level(token: str) -> bytes | None:
