@@ -71,11 +71,11 @@ def case(kind: str, rows: int, width: int) -> dict[str, Any]:
 
 def objectives() -> list[tuple[Any, float | None]]:
     """Every divergence that has a kernel, at its default setting and at an extreme one, with and without a clip."""
-    from trl_opsd.losses import AlphaDivergence, GeneralizedJSD, SampledReverseKL, SkewedForwardKL
+    from trl_opsd.losses import GeneralizedJSD, SampledReverseKL, SkewedForwardKL
     from trl_opsd.losses.device import KERNELS
 
     named = [kind(0.5) if kind is GeneralizedJSD else kind() for kind in KERNELS]
-    extreme = [GeneralizedJSD(0.1), SkewedForwardKL(0.9), AlphaDivergence(0.9)]
+    extreme = [GeneralizedJSD(0.1), SkewedForwardKL(0.9)]
     return [*((one, None) for one in (*named, *extreme)), *((one, CLIP) for one in named if one != SampledReverseKL())]
 
 

@@ -25,6 +25,7 @@ import torch
 from arithmetic import READER, STUDENT, TEACHER
 from arithmetic.evaluate import accuracy
 from arithmetic.task import draw, prompts, prompts_with_solutions
+from divergences import AdaptiveKL, AlphaDivergence
 from peft import LoraConfig
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
 from transformers.utils.logging import disable_progress_bar
@@ -47,13 +48,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "skewed_reverse_kl": {"divergence": "skewed_reverse_kl"},
     "skewed_reverse_kl, skew 0.5": {"divergence": {"skewed_reverse_kl": {"skew": 0.5}}},
     "total_variation": {"divergence": "total_variation"},
-    "alpha_divergence": {"divergence": "alpha_divergence"},
-    "adaptive_kl": {"divergence": "adaptive_kl"},
+    "alpha_divergence": {"divergence": AlphaDivergence()},
+    "adaptive_kl": {"divergence": AdaptiveKL()},
     "forward_kl, clipped at 0.05": {"divergence": "forward_kl", "kl_clip": 0.05},
     "reverse_kl, clipped at 0.05": {"divergence": "reverse_kl", "kl_clip": 0.05},
     "forward_kl, clipped at 0.5": {"divergence": "forward_kl", "kl_clip": 0.5},
     "jsd, clipped at 0.05": {"divergence": "jsd", "kl_clip": 0.05},
-    "alpha_divergence, clipped at 0.05": {"divergence": "alpha_divergence", "kl_clip": 0.05},
     "forward_kl, teacher at 0.5": {"divergence": "forward_kl", "teacher_temperature": 0.5},
     "forward_kl, teacher at 2": {"divergence": "forward_kl", "teacher_temperature": 2.0},
     "forward_kl, both at 2": {"divergence": "forward_kl", "teacher_temperature": 2.0, "student_temperature": 2.0},

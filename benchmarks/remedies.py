@@ -25,6 +25,7 @@ import compare_agents
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
 from arithmetic.task import draw, prompts_with_solutions, right
+from divergences import EntropyAwareKL
 from methods.controls import Constant, Shuffled, Unprivileged
 from methods.small_methods import AlongCompletion, ShortAtFirst
 from objectives import LONGEST, PROBLEMS, Budget, read, studied
@@ -53,7 +54,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "anchor 0.1": {"methods": {"anchor": {"weight": 0.1}}},
     "anchor 1": {"methods": {"anchor": {"weight": 1.0}}},
     "extrapolation 1.25": {"methods": {"extrapolation": {"factor": 1.25}}},
-    "entropy-aware KL": {"divergence": "entropy_aware_kl"},
+    "entropy-aware KL": {"divergence": EntropyAwareKL()},
     "rising weights": {"methods": [AlongCompletion((0.25, 0.35, 0.6, 0.9, 1, 1, 1, 1, 1, 1, 1))]},
     "half by teacher_confidence": {
         "methods": {"token_selection": {"criterion": "teacher_confidence", "fraction": 0.5}}

@@ -17,7 +17,8 @@ from support.scores import known_teacher
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.methods import METRICS
+
+METRICS = OPSDTrainer.known_metrics
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.methods import METRICS, NAMED
+from trl_opsd.methods import NAMED
 from trl_opsd.options.table import RESUMED, table
 from trl_opsd.teacher.checks import check_teachers
 
@@ -283,8 +283,8 @@ def _arguments() -> Iterator[list[str]]:
 
 def _metrics() -> Iterator[str]:
     """The ways in which values are reduced, numbered, and all metrics; numbered ones are one row."""
-    always = METRICS["divergence/mean"].logs.appears
-    ways = list(dict.fromkeys(one.logs.reduced for one in METRICS.values()))
+    always = OPSDTrainer.known_metrics["divergence/mean"].logs.appears
+    ways = list(dict.fromkeys(one.logs.reduced for one in OPSDTrainer.known_metrics.values()))
     yield from (*(f"{number}. {way[0].upper()}{way[1:]}." for number, way in enumerate(ways, 1)), "")
     rows = [
         [
@@ -293,7 +293,7 @@ def _metrics() -> Iterator[str]:
             str(1 + ways.index(one.logs.reduced)),
             f"{one.logs.appears.replace(always, 'always')}{'' if one.logs.evaluated else '; training only'}",
         ]
-        for name, one in METRICS.items()
+        for name, one in OPSDTrainer.known_metrics.items()
         if not re.search(r"_[1-9]$", name)
     ]
     yield from (*_table(["metric", "meaning [unit]", "reduced", "appears in"], rows), "")

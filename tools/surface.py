@@ -30,7 +30,7 @@ from trl_opsd.cli.audit import Audit
 from trl_opsd.cli.main import app
 from trl_opsd.cli.options import ExtraArguments
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.methods import METRICS, NAMED, Rewards
+from trl_opsd.methods import NAMED, Rewards
 from trl_opsd.models.probes import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ def surface() -> Surface:
         "options": {one.name: _option(one) for one in [*new_fields(), *(ours for _, ours in changed_fields())]},
         "methods": {name: str(inspect.signature(kind)) for name, kind in NAMED.items()},
         "divergences": {name: repr(make()) for name, make in DIVERGENCES.items()},
-        "metrics": {name: one.unit for name, one in METRICS.items()},
+        "metrics": {name: one.unit for name, one in OPSDTrainer.known_metrics.items()},
         "commands": dict(_commands()),
         "json": dict(_documents()),
         "files": dict.fromkeys(_files(), ""),

@@ -15,13 +15,13 @@ from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
 from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import refuse_several, server_urls
-from trl_opsd.losses import Divergence, SampledReverseKL
+from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import check_sampled, settle_loading, settle_sampling, with_help
-from trl_opsd.options.rules import check_launch, check_together, refuse, shown
+from trl_opsd.options.rules import check_launch, check_together
 from trl_opsd.options.table import LOCAL, RESUMED, check_values, checked, option_values
 
 _ADDRESSES = ("teacher_server_url", "sglang_server_url", "vllm_server_base_url")
@@ -220,9 +220,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def check_divergence(self, divergence: Divergence) -> None:
         """Checks that the other options allow an objective."""
-        is_crossed = self.cross_tokenizer is not None and isinstance(divergence, SampledReverseKL)
-        why = "it needs the teacher's probability of each token of the student"
-        refuse([(is_crossed, f"{divergence!r} with {shown(self, 'cross_tokenizer')}", why)])
         check_clip(self.kl_clip, divergence)
         check_sampled(self, divergence)
 

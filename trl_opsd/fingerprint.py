@@ -91,7 +91,7 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig, base: Samples
     """
     kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
-    beside = {name: f", {said}" for name, one in teachers.items() if (said := getattr(one, "spelling", None))}
+    beside = {name: f", {said}" for name, one in teachers.items() if (said := getattr(one, "form", None))}
     teachers = {name: innermost(one) for name, one in teachers.items()}
     for name, teacher in teachers.items():
         if isinstance(teacher, StoredTeacher):

@@ -47,7 +47,6 @@ ALWAYS = "always, unless the loss had no tokens"
 _TOKENS = Logs(WEIGHTED, ALWAYS)
 _WHOLE = "teachers whose whole distributions are known"
 _COUNTED = Logs(MEAN, f"{_WHOLE}, over tokens")
-_BY_BYTES = Logs(MEAN, '`cross_tokenizer="bytes"`')
 _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _COUNTED.appears)
 _ROWS = Logs(WEIGHTED, f"{ALWAYS}; in training not where processes share rows")
 _PLACES = Logs(WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
@@ -118,35 +117,6 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         ),
         "entropy/teacher/<name>": Metric(
             "nats", "`entropy/teacher` of this teacher's rows.", _TEACHERS, "teacher_entropy/<name> / weight/<name>"
-        ),
-        "cross/divergence": Metric(
-            "nats",
-            "Divergence per byte; with weights, their weighted sum divided by the number of bytes.",
-            _BY_BYTES,
-            "divergence / compared",
-        ),
-        "cross/used": Metric("1", "Share of bytes that were compared.", _BY_BYTES, "compared / outcomes"),
-        "cross/escape": Metric(
-            "1",
-            "Bound on the share of a distribution that a comparison missed, mean over compared bytes.",
-            _BY_BYTES,
-            "escaped / compared",
-        ),
-        "cross/lost": Metric(
-            "1",
-            "Share of bytes that the teacher's tokenizer does not read, or has no room for.",
-            _BY_BYTES,
-            "lost / outcomes",
-        ),
-        "cross/forks": Metric(
-            "1",
-            "Branching tokens that the student reads beside a completion, per token of it.",
-            Logs("all processes and micro-batches", '`cross_tokenizer="bytes"` with `cross_tokenizer_missed` below 1'),
-        ),
-        "cross/retold": Metric(
-            "1",
-            "Share of the bytes of the teachers' completions that the student's tokens spell.",
-            Logs(BATCHES, '`cross_tokenizer="bytes"` with `seq_kd`', evaluated=False),
         ),
         "agreement/first": Metric(
             "1", "Share of tokens at which both models have the same likeliest token.", _COUNTED, "same_first / tokens"

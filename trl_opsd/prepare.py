@@ -98,7 +98,7 @@ class Prepared:
     """Columns that are read."""
     rollout: Any
     cross: Any
-    """What tokenizers that differ are compared by, as `cross_tokenizer` names it; else `None`."""
+    """What compares teachers that have tokenizers of their own; else `None`."""
     methods: tuple[Method, ...]
     """In their order, those of the user last."""
     environments: Environments | None
@@ -128,17 +128,18 @@ def prepare(
     quantization_config: Any,
     row_columns: Collection[str],
     choose_rollout: Callable[[Any, OPSDConfig], Any],
-    cross_tokenizers: Mapping[str, Callable[..., Any]],
+    choose_cross: Callable[[OPSDConfig], Any],
 ) -> Prepared:
     """Runs every check that needs no loaded model; `choose_rollout` chooses the rollout.
 
-    `cross_tokenizers` makes what tokenizers that differ are compared by, for each value of that option.
+    `choose_cross` chooses the class of what compares teachers that have tokenizers of their own.
     """
     # 1. The options: what they are, and whether results could be saved.
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected a path, a model id, or a model.")
     args = checked_options(args, model)
-    args.check_divergence(divergence_of(divergence, args.beta, args.top_k_teacher))
+    objective = divergence_of(divergence, args.beta, args.top_k_teacher)
+    args.check_divergence(objective)
     check_folder(args)
     # 2. Environments, and the names of teachers.
     environments = None
@@ -161,6 +162,8 @@ def prepare(
     # 3. Methods, and what cannot go together.
     made = built(args, methods, teacher_prompt_fn, environments is not None)
     check(args, made, environments, train_dataset is not None)
+    if (cross := choose_cross(args)) is not None:
+        cross.check(args, objective, made, tools)
     rewards = next((one for one in made if isinstance(one, Rewards)), None)
     acts, evaluates = environments is not None, args.eval_strategy != "no"
     each_begins = "an environment begins with each row, and tells what its teacher reads"
@@ -182,11 +185,6 @@ def prepare(
                 args.lmbda < 1 and tools,
                 f"{shown(args, 'lmbda')} with `tools`",
                 "completions in the dataset make no tool calls; set `lmbda=1`",
-            ),
-            (
-                args.cross_tokenizer is not None and tools,
-                f"{shown(args, 'cross_tokenizer')} with `tools`",
-                "what tools answer is text of the student's template; remove one of them",
             ),
             (
                 teacher_prompt_fn is not None and args.seq_kd,
@@ -266,11 +264,7 @@ def prepare(
             [
                 (args.padding_free, "`padding_free=True` with images", "rows with images are not concatenated"),
                 (launched(args).sp_enabled, "`sp_size` with images", "rows with images are not divided"),
-                (
-                    args.cross_tokenizer,
-                    f"{shown(args, 'cross_tokenizer')} with images",
-                    "an image is no text",
-                ),
+                (cross is not None, "Images with a teacher that has a tokenizer of its own", "an image is no text"),
             ]
         )
     for one in rows.values():
@@ -283,16 +277,15 @@ def prepare(
     tokenizer = text_tokenizer(processing_class)
     first = next(iter(rows.values()))
     if some := first.first_requests(intake):
-        look_at(tokenizer, first.where, some, args, tools)
+        look_at(tokenizer, first.where, some, args, tools, are_shared=cross is None)
     ensure_special_tokens(tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
-    cross = None
-    if args.cross_tokenizer is None:
+    if cross is None:
         check_tokenizers(tokenizer, models, teacher_processing_class, args)
     else:
         theirs = _tokenizers(models, teacher_processing_class, args)
         requests = [one for some in rows.values() for one in some.first_requests(intake)]
         texts = [text for one in requests for prompt in (one.student, one.of_teacher) for text in prompt.texts]
-        cross = cross_tokenizers[args.cross_tokenizer](args, tokenizer, theirs, texts)
+        cross = cross(args, tokenizer, theirs, texts)
     # 11. Servers, which may take minutes to start.
     check_up(args)
     return Prepared(
@@ -454,8 +447,5 @@ def _tokenizers(models: Mapping[str, Any], given: Any, args: OPSDConfig) -> dict
     """Those of the teachers, which have their own."""
     found = {name: one for name, (one, _) in tokenizers_of(models, given, args).items() if one is not None}
     if unknown := [name for name in models if name not in found]:
-        raise ValueError(
-            f"{shown(args, 'cross_tokenizer')}: the tokenizer of the {unknown[0]} is not known: pass it as "
-            "`teacher_processing_class`."
-        )
+        raise ValueError(f"The tokenizer of the {unknown[0]} is not known: pass it as `teacher_processing_class`.")
     return found

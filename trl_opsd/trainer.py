@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,6 +32,7 @@ from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
+from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
 from trl_opsd.methods.rewards import Rewards
@@ -141,6 +143,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     """
 
     _config_class = OPSDConfig
+    known_metrics = MappingProxyType({**METRICS, **ByteTokenizers.metrics})
     answers: ClassVar = {
         **OPSDConfig.answers,
         **dict.fromkeys(
@@ -187,7 +190,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             methods=methods,
             row_columns=self.row_columns,
             choose_rollout=chosen_rollout,
-            cross_tokenizers={"bytes": ByteTokenizers},
+            choose_cross=lambda args: None if args.cross_tokenizer is None else ByteTokenizers,
         )
         check_methods(type(self))
         self.row_columns = given.row_columns

@@ -24,7 +24,6 @@ from support.scores import known_teacher
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.cli.targets import write_targets
-from trl_opsd.methods import METRICS
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.teacher import prefix
 
@@ -133,7 +132,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("stored", {"certified"}, "there are targets of completions in the dataset alone"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     *((name, {*WHOLE, *CUT, "certified"}, "needs the whole distribution of each teacher") for name in KNOWN),
-    ("bytes", CUT, "with `cross_tokenizer='bytes'`"),
+    ("bytes", CUT, "`cross_tokenizer='bytes'` with `"),
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
     ("stored", {"bytes"}, "a folder keeps shared tokens"),
@@ -306,7 +305,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     certified = [[row for step, row in gather_object(trainer.evaluated) if step == at] for at in (0, args.max_steps)]
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     of_clocks = ("time/", "tokens_per_second")
-    names = {"mine/weights", *(name for name in METRICS if not name.startswith(of_clocks))}
+    names = {"mine/weights", *(name for name in OPSDTrainer.known_metrics if not name.startswith(of_clocks))}
     return {
         "steps": steps,
         "metrics": {name: values for name in names if (values := tiny.logged(trainer, name))},

@@ -24,12 +24,12 @@ from test_cost import counted_flops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl_opsd.bytes import divergence, ranges
+from trl_opsd.bytes import ranges
 from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
 from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
 from trl_opsd.bytes.table import OUTCOMES, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
-from trl_opsd.losses import ForwardKL, GeneralizedJSD, NegativeLogAcceptance, ReverseKL, side
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, NegativeLogAcceptance, ReverseKL
 from trl_opsd.types import LazyLogits, OutputHead, Sampled
 
 SMALL = small_languages()
@@ -504,25 +504,6 @@ def test_indices_are_copied_once_for_all_tiles_without_waiting(monkeypatch, chun
         teacher = LazyLogits(torch.ones(len(spelled.token), OUTCOMES), byte_head(device))
         sampled, weights = Sampled(torch.ones(states, dtype=torch.long), torch.ones(states)), torch.ones(states)
     with BetweenDevices() as watch:
-        given = ReverseKL(), vocabulary.table, spelled, sampled, weights, chunk_tokens
+        given = ReverseKL(), vocabulary.table, spelled, sampled, weights, chunk_tokens, 1e-3
         bytewise_divergence(student, teacher, *given).divergence.sum().backward()
     assert watch.found == {("aten::_to_copy", True): 1}
-
-
-def test_gradients_of_several_tiles_meet_the_heads_at_once(monkeypatch):
-    """As where products of low precision end in float32: here both are float64, which no rounding hides behind."""
-    products = []
-
-    def addmm(total, a, b, *, alpha, beta):
-        products.append(total.shape)
-        total.copy_((beta * total.double() if beta else 0) + alpha * a @ b)
-
-    monkeypatch.setattr(side, "operand", lambda tensor, dtype: tensor.detach().double())
-    monkeypatch.setattr(side, "addmm_", addmm)
-    monkeypatch.setattr(divergence, "addmm_", addmm)
-    vocabulary = wide_vocabulary()
-    ids, tree = row_of(vocabulary, "abcabcaabbccabc", "some", "cab")
-    states = len(spelled_of(tree).places)
-    assert_equals_dense(vocabulary, ids, tree, drawn(vocabulary, states, 5), ReverseKL(), 1, pulls=True)
-    assert products.count((len(vocabulary.texts), 7)) == -(-states // 4)
-    assert len(products) == 1 + states + 2 * -(-states // 4)

@@ -113,13 +113,12 @@ def test_kernel_spills_no_register_and_accesses_memory_in_wide_pieces(measured):
 # what a head is made of does not depend on the divergence; all of them once, and clipped.
 ALL = (
     "(each_setting or weights or freezing or excluded or second_backward or PaddedVocabularies)"
-    " and not (Skewed or Alpha or Total or Adaptive)"
-    " or weights_multiply and not Adaptive or clipped_divergence and 0.005 and temperature and not Adaptive"
-    " or sampled_tokens and not Adaptive and not refused"
-    " or equal_the_oracle and not AdaptiveKL and not EntropyAware"
+    " and not (Skewed or Total)"
+    " or weights_multiply or clipped_divergence and 0.005 and temperature"
+    " or sampled_tokens and not refused or equal_the_oracle"
 )
 SOME = (
-    "freezing or second_backward or weights_multiply and not Adaptive"
+    "freezing or second_backward or weights_multiply"
     " or temperature and ReverseKL and not Skewed and (PaddedVocabularies or sampled_tokens and given3)"
     " or equal_the_oracle and ForwardKL and not Skewed and (bounded or place)"
 )

@@ -9,7 +9,6 @@ import torch
 from torch.testing import assert_close
 
 from trl_opsd.losses import (
-    AdaptiveKL,
     ForwardKL,
     GeneralizedJSD,
     LazyLogits,
@@ -35,7 +34,6 @@ every_objective = pytest.mark.parametrize(
         (ReverseKL(), None),
         (ReverseKL(), 0.02),
         (GeneralizedJSD(0.3), None),
-        (AdaptiveKL(), None),
         (SampledReverseKL(), None),
         (SampledReverseKL(1.5), None),
         (SampledReverseKL(None), None),

@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_opsd import losses
 from trl_opsd.losses import (
-    AdaptiveKL,
     Divergence,
-    EntropyAwareKL,
     ForwardKL,
     GeneralizedJSD,
     LazyLogits,
@@ -294,9 +292,7 @@ class TestExtremes:
         assert weight[30:].eq(0).all()
         assert bias[30:].eq(0).all()
 
-    @pytest.mark.parametrize(
-        "divergence", [one for one in NAMED if not isinstance(one, (ReverseKL, AdaptiveKL, EntropyAwareKL))], ids=repr
-    )
+    @pytest.mark.parametrize("divergence", [one for one in NAMED if one != ReverseKL()], ids=repr)
     def test_a_column_excluded_by_the_teacher_alone_gives_no_nan(self, make_pair, gradients, divergence):
         student, teacher = make_pair()
         bias = torch.zeros(37).index_fill(0, torch.tensor([0, 5, 36]), -torch.inf)

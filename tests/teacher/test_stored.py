@@ -34,7 +34,7 @@ OPTIONS = {
     "logging_steps": 1,
     "train_dataset": ROWS,
 }
-OBJECTIVES = ["reverse_kl", "forward_kl", "jsd", "adaptive_kl", "skewed_forward_kl"]
+OBJECTIVES = ["reverse_kl", "forward_kl", "jsd", "total_variation", "skewed_forward_kl"]
 TWO = {"train_dataset": ROWS.add_column("teacher", ["one", "other"] * 4)}
 
 

@@ -207,8 +207,6 @@ def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
     [
         ({"kl_clip": 0.1}, "`kl_clip=0.1`"),
         ({"top_k_teacher": 2}, "`top_k_teacher=2`"),
-        ({"divergence": "adaptive_kl"}, "`divergence=AdaptiveKL.mu=0.5.`"),
-        ({"divergence": "entropy_aware_kl"}, "`divergence=EntropyAwareKL.threshold=0.8.`"),
         ({"extrapolation": 0.0, "contrast_weight": 0.5}, "`methods='(Contrast|Extrapolation)'`"),
         ({"extrapolation": 0.0}, "`methods='Extrapolation'`"),
         ({"temperature": 0.5}, "`teacher_temperature=0.5`"),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_opsd.bytes.table import ROOT, CoveringTree, Numbers
+from trl_opsd.bytes.table import ROOT, CoveringTree, Numbers, joined
 
 _REMEMBERED = 256_000_000
 """Bytes of the pieces that are remembered."""
@@ -228,23 +228,7 @@ class Cutter:
         return last if fits else None
 
     def _tree(self, pieces: Sequence[_Piece]) -> CoveringTree:
-        if not pieces:
-            pieces = [_Piece(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 3), (0, 3), (0, 2))))]
-        sizes, forks = np.array([[len(one.token_L), len(one.fork_F3)] for one in pieces]).T
-        tokens = np.array([one.token_L[-1] + 1 if len(one.token_L) else 0 for one in pieces])
-        of_positions, of_tokens, of_forks = (one.cumsum() - one for one in (sizes, tokens, forks))
-        token_P, fork_F3, reads_R3, leaves_X2 = map(np.concatenate, zip(*pieces, strict=True))
-        token_P = token_P + np.repeat(of_tokens, sizes)
-
-        def moved(some_X3: Numbers, counts: Numbers) -> Numbers:
-            """Positions and nodes of pieces as those of the row."""
-            more = np.repeat(np.stack([of_positions, of_tokens, tokens.sum() + of_forks - tokens, tokens]), counts, 1)
-            nodes = some_X3[:, 1] + np.where(some_X3[:, 1] < more[3], more[1], more[2])
-            return np.stack([some_X3[:, 0] + more[0], nodes, some_X3[:, 2]], 1)
-
-        reads, leaves = (np.array([len(one[which]) for one in pieces]) for which in (2, 3))
-        fork_F3, reads_R3 = moved(fork_F3, forks), moved(reads_R3, reads)
-        leaves_X2 = leaves_X2 + np.stack([np.repeat(of_positions, leaves), np.repeat(of_forks, leaves)], 1)
+        token_P, fork_F3, reads_R3, leaves_X2 = joined(pieces)
         # A piece adds to the first byte after it, where there is one.
         fork_F3, reads_R3, leaves_X2 = (one[one[:, 0] < len(token_P)] for one in (fork_F3, reads_R3, leaves_X2))
         reads_R3, leaves_X2 = (one[np.lexsort((one[:, 1], one[:, 0]))] for one in (reads_R3, leaves_X2))

@@ -28,11 +28,9 @@ from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree, Spelled
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.sampled import against_sampler
 from trl_opsd.losses.side import Side, addmm_
-from trl_opsd.losses.streamed import _GROUP_TILES, _Streamed
+from trl_opsd.losses.streamed import _Streamed
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
-MOST_MISSED = 1e-3
-"""Share of a distribution that may be missed, by default: `OPSDConfig.cross_tokenizer_missed`."""
 _COLUMNS = 64
 """Columns of the head's gradient that are put back in the order of ids at a time."""
 
@@ -100,9 +98,9 @@ def bytewise_divergence(
     table: ByteTable,
     spelled: Spelled,
     sampled: Sampled,
-    weights: Tensor | None = None,
-    chunk_tokens: int | None = None,
-    most_missed: float = MOST_MISSED,
+    weights: Tensor | None,
+    chunk_tokens: int | None,
+    most_missed: float,
 ) -> PerToken:
     """The divergence of each token, summed over its bytes, in nats, for three products with the student's head.
 
@@ -123,6 +121,8 @@ def bytewise_divergence(
             [N], constants; the weight of a byte is that of its token.
         chunk_tokens (`int`, *optional*):
             Tokens whose logits exist at a time.
+        most_missed (`float`):
+            Largest share of a distribution that may be missed; positions above it are left out.
 
     Returns:
         [`PerToken`]: the gradient is valid for the sum over tokens, however scaled.
@@ -172,7 +172,7 @@ class _Fold:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
         plan = Plan.of(self.student, self.chunk_tokens, self.table, self.sampled.ids, self.spelled)
-        memory_SV, device, dtype = plan.memory_SV, plan.token_P.device, plan.side.weight_VH.dtype
+        device, dtype = plan.token_P.device, plan.side.weight_VH.dtype
         (tokens, width), rows = plan.side.hidden_NH.shape, len(self.student.head.weight)
         shapes = ((tokens, width), (rows, width), (rows,))
         gradients = [
@@ -180,32 +180,17 @@ class _Fold:
         ]
         found_9N = torch.zeros(9, tokens, device=device)
         weights_N = torch.ones(tokens, device=device) if weights_N is None else weights_N
-        # As of other losses: products in lower precision take the gradients of several tiles at once.
-        in_place = dtype == torch.float32 or not any(wanted)
-        size = 1 if in_place else _GROUP_TILES
-        groups = [plan.tiles[at : at + size] for at in range(0, len(plan.tiles), size)]
-        longest = max((one[-1].states.stop - one[0].states.start for one in groups), default=0)
-        group_SV = memory_SV if in_place else memory_SV.new_empty(longest, memory_SV.size(1), dtype=dtype)
-        for tiles in groups:
-            group = slice(tiles[0].states.start, tiles[-1].states.stop)
-            for tile in tiles:
-                part = ByteTile(plan, tile)
-                leaves = part.found_Q, part.own_S
-                with torch.enable_grad():
-                    for leaf in leaves:
-                        leaf.requires_grad_(any(wanted))
-                    value = self._compared(plan, tile, part, weights_N, found_9N)
-                if not any(wanted):
-                    continue
-                gradient_SV = part.gradient_(*torch.autograd.grad(value, leaves, materialize_grads=True))
-                if not in_place:
-                    # The tile before has begun with the states that both read.
-                    begun = tile.tokens.start - tile.states.start if tile is not tiles[0] else 0
-                    given_SV = group_SV[tile.states.start - group.start : tile.states.stop - group.start]
-                    given_SV[:begun].add_(gradient_SV[:begun])
-                    given_SV[begun:].copy_(gradient_SV[begun:])
+        for tile in plan.tiles:
+            part = ByteTile(plan, tile)
+            leaves = part.found_Q, part.own_S
+            with torch.enable_grad():
+                for leaf in leaves:
+                    leaf.requires_grad_(any(wanted))
+                value = self._compared(plan, tile, part, weights_N, found_9N)
             if any(wanted):
-                self._add(plan.side, group_SV[: group.stop - group.start, : len(self.table.order)], group, gradients)
+                gradient_SV = part.gradient_(*torch.autograd.grad(value, leaves, materialize_grads=True))
+                given_ST = gradient_SV[:, : len(self.table.order)].to(dtype)
+                self._add(plan.side, given_ST, tile.states, gradients)
         _by_id(gradients[1:], plan.table)
         return tuple(found_9N), tuple(gradients)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trl_opsd.bytes.table import OUTCOMES, ByteTable, Spelled
 from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
-from trl_opsd.losses.streamed import _GROUP_TILES, memory_of, tile_of
+from trl_opsd.losses.streamed import memory_of, tile_of
 from trl_opsd.types import LazyLogits
 from trl_opsd.types.targets import has_streams
 
@@ -86,8 +86,8 @@ class Plan:
         node_R = reads[:, 2]
         ranges_R = (host.first[node_R + 1] - host.first[node_R]) if outcomes else torch.ones_like(node_R)
         ranges_R = ranges_R.cumsum(0)
-        group = 0 if (dtype := side.weight_VH.dtype) == torch.float32 else _GROUP_TILES * dtype.itemsize
-        token_bytes = columns * (4 + 4 * (side.finish.cap is not None) + group)
+        copied = 0 if (dtype := side.weight_VH.dtype) == torch.float32 else dtype.itemsize
+        token_bytes = columns * (4 + 4 * (side.finish.cap is not None) + copied)
         token_bytes += (_RANGE_BYTES * int(ranges_R[-1:].sum()) + _POSITION_BYTES * len(token)) // max(1, states)
         size = max(1, min(states, chunk_tokens or tile_of(max(1, states), token_bytes, memory_of(device))))
         begins_S, chain_Y2 = _paths(spelled.branches, states)

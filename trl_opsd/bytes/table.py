@@ -87,6 +87,11 @@ class CoveringTree:
         return cls(token, fork, reads, leaves, torch.zeros(len(fork), dtype=torch.bool))
 
     @property
+    def numbers(self) -> tuple[Numbers, ...]:
+        """`token`, `fork`, `reads` and `leaves`."""
+        return self.token.numpy(), self.fork.numpy(), self.reads.numpy(), self.leaves.numpy()
+
+    @property
     def tokens(self) -> int:
         """N, the row's tokens that have a position."""
         return int(self.token[-1]) + 1 if len(self.token) else 0
@@ -185,25 +190,46 @@ class Spelled:
         Of `None` nothing is known to be `missed`. `undecided` leaves also have the forks that follow others, as if
         these were theirs: before any is read.
         """
-        joined = _Joined.of(trees, starts, undecided)
-        wanted = places_K.numpy()
-        counts_M = np.isin(joined.place_S[joined.own_M], wanted)
+        token_M, fork_F3, reads_R3, leaves_X2 = joined([one.numbers for one in trees])
+        sizes, wanted = [one.tokens for one in trees], places_K.numpy()
+        tokens = sum(sizes)
+        read_F = np.concatenate([np.zeros(0, bool), *(one.read.numpy() for one in trees)])
+        own = [start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]
+        after = [start + one.column + np.arange(int(one.read.sum())) for start, one in zip(starts, trees, strict=True)]
+        # States in order: of each node that is read the index of its state.
+        nodes = np.concatenate([np.arange(tokens), tokens + read_F.nonzero()[0]])
+        offset_N = np.searchsorted(token_M, np.arange(tokens))
+        order = np.argsort(np.concatenate([offset_N, fork_F3[read_F, 0]]), kind="stable")
+        place_S = np.concatenate([np.zeros(0, np.int64), *own, *after])[order]
+        state = np.full(tokens + len(fork_F3), -1, np.int64)
+        state[nodes[order]] = np.arange(len(order))
+        # The first state that the path of each begins with.
+        low_S = np.concatenate([state[:tokens], state[_own(fork_F3[:, 1], fork_F3, tokens)]])[nodes[order]]
+        own_M, reads_R3 = state[token_M], reads_R3[state[reads_R3[:, 1]] >= 0]
+        reads_R3[:, 1] = state[reads_R3[:, 1]]
+        top_F, leaves_X2 = _unread(fork_F3, read_F, tokens), leaves_X2[~read_F[leaves_X2[:, 1]]]
+        if not undecided:
+            leaves_X2 = leaves_X2[top_F[leaves_X2[:, 1]] == leaves_X2[:, 1]]
+        position_X, fork_X = leaves_X2.T
+        origin_X3, branch_Z3 = fork_F3[top_F[fork_X]], fork_F3[read_F]
+        leaves_X4 = np.stack([position_X, state[origin_X3[:, 1]], origin_X3[:, 2], fork_X], 1)
+        branches_Z3 = np.stack([state[nodes[tokens:]], state[branch_Z3[:, 1]], branch_Z3[:, 2]], 1)
+        counts_M = np.isin(place_S[own_M], wanted)
         # All states between those that a position depends on are read.
-        own_M, low_M, last_M = joined.own_M, joined.own_M.copy(), joined.own_M.copy()
-        np.maximum.at(last_M, joined.reads_R3[:, 0], joined.reads_R3[:, 1])
+        first_M, last_M = own_M.copy(), own_M.copy()
+        np.maximum.at(last_M, reads_R3[:, 0], reads_R3[:, 1])
         last_M = np.maximum.accumulate(last_M)
-        for position, state in (joined.reads_R3[:, :2].T, joined.leaves_X4[:, :2].T):
-            np.minimum.at(low_M, position, joined.low_S[state])
-        change = np.zeros(len(joined.place_S) + 1, np.int64)
-        np.add.at(change, low_M[counts_M], 1)
+        for position, read in (reads_R3[:, :2].T, leaves_X4[:, :2].T):
+            np.minimum.at(first_M, position, low_S[read])
+        change = np.zeros(len(place_S) + 1, np.int64)
+        np.add.at(change, first_M[counts_M], 1)
         np.add.at(change, last_M[counts_M] + 1, -1)
-        is_read = (change.cumsum()[:-1] > 0) | np.isin(joined.place_S, wanted)
+        is_read = (change.cumsum()[:-1] > 0) | np.isin(place_S, wanted)
         # Tokens without a position, which the teacher does not read, have their `-log p` and are counted all the same.
-        others = np.setdiff1d(wanted, joined.place_S)
+        others = np.setdiff1d(wanted, place_S)
         state_S, position_M = is_read.cumsum() - 1, counts_M.cumsum() - 1
-        reads = joined.reads_R3[counts_M[joined.reads_R3[:, 0]]]
-        leaves = joined.leaves_X4[counts_M[joined.leaves_X4[:, 0]]]
-        branches = joined.branches_Z3[is_read[joined.branches_Z3[:, 0]]]
+        reads, leaves = (one[counts_M[one[:, 0]]] for one in (reads_R3, leaves_X4))
+        branches = branches_Z3[is_read[branches_Z3[:, 0]]]
         for some in (reads, leaves):
             some[:, 0], some[:, 1] = position_M[some[:, 0]], state_S[some[:, 1]]
         branches[:, :2] = state_S[branches[:, :2]]
@@ -216,58 +242,27 @@ class Spelled:
             leaves=torch.from_numpy(leaves),
             branches=torch.from_numpy(branches),
             kept=kept,
-            places=torch.from_numpy(np.concatenate([joined.place_S[is_read], others])),
+            places=torch.from_numpy(np.concatenate([place_S[is_read], others])),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """The trees of several rows as one, with the states in order."""
+def joined(trees: Sequence[tuple[Numbers, ...]]) -> tuple[Numbers, ...]:
+    """The trees of texts that follow each other as one, each by its [`~CoveringTree.numbers`]: its nodes are the
+    borders of all tokens, and then all forks.
+    """
+    nothing = tuple(np.zeros(shape, np.int64) for shape in ((0,), (0, 3), (0, 3), (0, 2)))
+    sizes, forks, reads, leaves = np.array([[*map(len, one)] for one in (nothing, *trees)]).T
+    tokens = np.array([one[0][-1] + 1 if len(one[0]) else 0 for one in (nothing, *trees)])
+    of_positions, of_tokens, of_forks = (one.cumsum() - one for one in (sizes, tokens, forks))
+    token_P, fork_F3, reads_R3, leaves_X2 = map(np.concatenate, zip(nothing, *trees, strict=True))
 
-    place_S: Numbers
-    low_S: Numbers
-    """The first state that the path of each begins with."""
-    own_M: Numbers
-    reads_R3: Numbers
-    leaves_X4: Numbers
-    branches_Z3: Numbers
+    def moved(some_X3: Numbers, counts: Numbers) -> Numbers:
+        more = np.repeat(np.stack([of_positions, of_tokens, tokens.sum() + of_forks - tokens, tokens]), counts, 1)
+        nodes = some_X3[:, 1] + np.where(some_X3[:, 1] < more[3], more[1], more[2])
+        return np.stack([some_X3[:, 0] + more[0], nodes, some_X3[:, 2]], 1)
 
-    @classmethod
-    def of(cls, trees: Sequence[CoveringTree], starts: Sequence[int], undecided: bool) -> _Joined:
-        parts = list[tuple[Numbers, ...]]()
-        states = positions = forks = 0
-        for tree, start in zip(trees, starts, strict=True):
-            tokens, token_P, fork_F3 = tree.tokens, tree.token.numpy(), tree.fork.numpy()
-            reads_R3, leaves_X2, read_F = tree.reads.numpy(), tree.leaves.numpy(), tree.read.numpy()
-            nodes = np.concatenate([np.arange(tokens), tokens + read_F.nonzero()[0]])
-            places = np.concatenate([np.arange(tokens), tree.column + np.arange(len(nodes) - tokens)]) + start
-            offset_N = np.searchsorted(token_P, np.arange(tokens))
-            order = np.argsort(np.concatenate([offset_N, fork_F3[read_F, 0]]), kind="stable")
-            # Of each node that is read the index of its state.
-            state = np.full(tokens + len(fork_F3), -1, np.int64)
-            state[nodes[order]] = np.arange(len(order))
-            low = np.concatenate([state[:tokens], state[_own(fork_F3[:, 1], fork_F3, tokens)]])
-            top_F = _unread(fork_F3, read_F, tokens)
-            leaves_X2 = leaves_X2[~read_F[leaves_X2[:, 1]]]
-            if not undecided:
-                leaves_X2 = leaves_X2[top_F[leaves_X2[:, 1]] == leaves_X2[:, 1]]
-            position_X, fork_X = leaves_X2.T
-            origin_X3 = fork_F3[top_F[fork_X]]
-            reads_R3, branch_Z3 = reads_R3[state[reads_R3[:, 1]] >= 0], fork_F3[read_F]
-            of_forks = position_X + positions, state[origin_X3[:, 1]] + states, origin_X3[:, 2], fork_X + forks
-            parts.append(
-                (
-                    places[order],
-                    low[nodes[order]] + states,
-                    state[token_P] + states,
-                    np.stack([reads_R3[:, 0] + positions, state[reads_R3[:, 1]] + states, reads_R3[:, 2]], 1),
-                    np.stack(of_forks, 1),
-                    np.stack([state[nodes[tokens:]] + states, state[branch_Z3[:, 1]] + states, branch_Z3[:, 2]], 1),
-                )
-            )
-            states, positions, forks = states + len(order), positions + len(token_P), forks + len(fork_F3)
-        nothing = [np.zeros(shape, np.int64) for shape in ((0,), (0,), (0,), (0, 3), (0, 4), (0, 3))]
-        return cls(*(np.concatenate(each) for each in zip(nothing, *parts, strict=True)))
+    leaves_X2 = leaves_X2 + np.stack([np.repeat(of_positions, leaves), np.repeat(of_forks, leaves)], 1)
+    return token_P + np.repeat(of_tokens, sizes), moved(fork_F3, forks), moved(reads_R3, reads), leaves_X2
 
 
 def _own(node_F: Numbers, fork_F3: Numbers, tokens: int) -> Numbers:

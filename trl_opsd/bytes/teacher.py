@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from os.path import commonprefix
 from typing import Any, ClassVar, final
 
 import torch
@@ -18,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, whole_head
-from trl_opsd.bytes.covering import valid_text
 from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
 from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden
 from trl_opsd.bytes.table import OUTCOMES, ByteTargets, CoveringTree, Spelled, byte_head
@@ -32,6 +30,7 @@ from trl_opsd.teacher.comparison import Comparison, TeacherTokens, selected, tok
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers, is_ours
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
+from trl_opsd.types.known import TokenHead
 from trl_opsd.types.targets import RowTargets, fetch, has_streams, kept_by_row, targets_device
 
 _ROWS = 8
@@ -68,6 +67,11 @@ class ByteTeacher(Teacher):
     def __init__(
         self, teacher: Teacher, student: ByteVocabulary, its: ByteVocabulary, host: Any, student_forks: Forking
     ) -> None:
+        if isinstance(teacher.head, TokenHead):
+            raise ValueError(
+                "`cross_tokenizer='bytes'` needs the whole distribution of each teacher, but of "
+                f"{teacher} some tokens are known: use one with hidden states."
+            )
         self._host: Any = host
         self._most_missed: float = host.args.cross_tokenizer_missed
         self._forks, self._student_forks = Forking("teacher", self._most_missed), student_forks
@@ -96,16 +100,16 @@ class ByteTeacher(Teacher):
         most, ended = self._host.args.max_completion_length, ids[-1:] and ids[-1] in ends
         body = ids[:-1] if ended else ids
         told, kept = self._student.retold(body, self.its)
-        size = sum(len(one or b"-") for one in self.its.spelled(body))
+        size = sum(self.its.sizes(body))
         told = [*told, self._host.eos_token_ids[0]] if ended and kept == size else told
         if len(told) > most:
-            told, kept = told[:most], sum(len(one or b"-") for one in self._student.spelled(told[:most]))
+            told, kept = told[:most], sum(self._student.sizes(told[:most]))
         if size:
             self._host.record("cross/retold", kept / size, 1)
         return told
 
     @property
-    def spelling(self) -> str:
+    def form(self) -> str:
         """What its tokens and the student's stand for, as a digest."""
         return f"tokens of sha256 {self.its.digest[:16]} by those of {self._student.digest[:16]}"
 
@@ -249,41 +253,19 @@ class ByteTeacher(Teacher):
 
         After the first `needed` tokens there are none, but the teacher's tokens are those of the whole text.
         """
-        texts = [self._student.spelled(ids) for ids in rows]
-        parts = [[(one, *valid_text(one)) for one in _between(each)] for each in texts]
-        known = iter(self.its.ids_of_each([text for each in parts for _, text, _ in each]))
         mine = self._student.trees([ids[:some] for ids, some in zip(rows, needed, strict=True)])
+        each = self.its.retokenized(rows, self._student)
         found = []
-        for ids, each, some, room, tree in zip(rows, parts, texts, rooms, mine, strict=True):
-            specials = [one for one, text in zip(ids, some, strict=True) if text is None]
-            theirs, agreed = self._aligned([(one, valid, next(known)) for one, _, valid in each], specials)
+        for (theirs, agreed, lacks), room, tree in zip(each, rooms, mine, strict=True):
+            if lacks:
+                # Both models say whether the text ends here, whatever they call its end; nothing compared reads the id.
+                theirs, agreed = [*theirs, 0], agreed + 1
             theirs = theirs if room is None else theirs[: max(room, 0)]
-            sums = [0, *accumulate(len(one or b"-") for one in self.its.spelled(theirs))]
+            sums = [*accumulate(self.its.sizes(theirs), initial=0)]
             count = min(agreed, len(tree.token), sums[-1])
             found.append((theirs[: bisect_left(sums, count)], tree.cut(count)))
         trees = self.its.trees([theirs for theirs, _ in found])
         return [_Reading(theirs, tree, cut) for (theirs, cut), tree in zip(found, trees, strict=True)]
-
-    def _aligned(self, parts: list[tuple[bytes, int, list[int]]], specials: list[int]) -> tuple[list[int], int]:
-        """The teacher's tokens of one completion, and how many byte positions of them are the student's.
-
-        Of the text between its special tokens, `parts` has bytes, how many of them are valid, and the teacher's tokens.
-        """
-        theirs: list[int] = []
-        agreed = 0
-        for number, (spelled, valid, more) in enumerate(parts):
-            read = b"".join(one or b"\0" for one in self.its.spelled(more))
-            same = len(commonprefix([read, spelled[:valid]]))  # noqa: RUF071 (bytes are meant)
-            theirs, agreed = theirs + more, agreed + same
-            if same < len(spelled) or number == len(specials):
-                break
-            # A special token: both models say whether the text ends here, whatever they call its end.
-            agreed += 1
-            known = self.its.special_of(self._student.tokenizer.convert_ids_to_tokens(specials[number]))
-            theirs.append(0 if known is None else known)  # read by nothing that is compared, if it is unknown
-            if known is None:
-                break
-        return theirs, agreed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,14 +288,6 @@ def _of_bytes(targets: TeacherTargets) -> list[ByteTargets]:
 
 def _some(rows: Sequence[RowTargets]) -> Iterator[slice]:
     return (slice(row, row + _ROWS) for row in range(0, len(rows), _ROWS))
-
-
-def _between(texts: list[bytes | None]) -> Iterator[bytes]:
-    """The bytes before, between and after special tokens."""
-    start = 0
-    for end in [*(at for at, one in enumerate(texts) if one is None), len(texts)]:
-        yield b"".join(one or b"" for one in texts[start:end])
-        start = end + 1
 
 
 def _as_its_own(rollout: Rollout, completions: list[list[int]]) -> Rollout:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import random
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate, groupby
+from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trl_opsd.bytes.covering import Cutter, valid_text
 from trl_opsd.bytes.table import END, ROOT, ByteTable, CoveringTree, Numbers
@@ -37,18 +39,9 @@ _TEXTS = (
 """Texts of every kind, in the composed form (NFC) that most tokenizers turn text into."""
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes as: printable ones as themselves, others from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(256 + number): byte for number, byte in enumerate(others)},
-    }
-
-
-_ALPHABET = _byte_alphabet()
-_CHARACTERS = {byte: char for char, byte in _ALPHABET.items()}
+_CHARACTERS: dict[int, str] = bytes_to_unicode()
+"""The characters that byte-level vocabularies write bytes as."""
+_ALPHABET = {char: byte for byte, char in _CHARACTERS.items()}
 
 
 def _byte_level(token: str) -> bytes | None:
@@ -129,9 +122,9 @@ class ByteVocabulary:
         """The bytes of each token, `None` for special ones."""
         return [self.texts[one] if one < len(self.texts) else None for one in ids]
 
-    def special_of(self, token: str) -> int | None:
-        """The id of the special token of this name, if there is one."""
-        return self._specials.get(token)
+    def sizes(self, ids: Iterable[int]) -> list[int]:
+        """The byte positions of each token."""
+        return [len(one or b"-") for one in self.spelled(ids)]
 
     @cached_property
     def _specials(self) -> dict[str, int]:
@@ -246,29 +239,38 @@ class ByteVocabulary:
         """Where other tokens than those of each row have borders; none is read yet."""
         return self._cutter.trees(rows)
 
-    def retold(self, ids: Sequence[int], theirs: ByteVocabulary) -> tuple[list[int], int]:
-        """The tokens of what those of another tokenizer spell, up to the first byte that these do not, and its place.
+    def retokenized(self, rows: Sequence[Sequence[int]], theirs: ByteVocabulary) -> list[tuple[list[int], int, bool]]:
+        """What the tokens of another tokenizer spell, in these: of each row tokens, up to the text that they do not
+        spell, how many byte positions both have, and whether a special token follows for which there is none here.
 
-        A special token is the one of this name; where there is none, the text ends.
+        A special token is the one of this name.
         """
-        texts, mine, told = theirs.spelled(ids), list[int](), 0
-        for special, run in groupby(range(len(ids)), lambda place: texts[place] is None):
-            if special:
-                for place in run:
-                    name = str(theirs.tokenizer.convert_ids_to_tokens(ids[place]))
-                    if (known := self.special_of(name)) is None:
-                        return mine, told
-                    mine, told = [*mine, known], told + 1
-                continue
-            spelled = b"".join(texts[place] or b"" for place in run)
-            some = self.ids_of(valid_text(spelled)[0])
-            # What a tokenizer changes, or a model has no row for, is not told.
-            ends = [*accumulate((one or b"\0" for one in self.spelled(some)), initial=b"")]
-            kept = sum(spelled.startswith(one) for one in ends) - 1
-            mine, told = mine + some[:kept], told + len(ends[kept])
-            if ends[kept] != spelled:
-                return mine, told
-        return mine, told
+        texts = [theirs.spelled(ids) for ids in rows]
+        parts = [[(one, valid_text(one)[0]) for one in _between(each)] for each in texts]
+        known = iter(self.ids_of_each([text for each in parts for _, text in each]))
+        found = []
+        for ids, each, some in zip(rows, parts, texts, strict=True):
+            specials = [one for one, text in zip(ids, some, strict=True) if text is None]
+            mine, agreed, lacks = list[int](), 0, False
+            for number, (spelled, text, more) in enumerate([(*part, next(known)) for part in each]):
+                read = b"".join(one or b"\0" for one in self.spelled(more))
+                same = len(commonprefix([read, text.encode()]))  # noqa: RUF071 (bytes are meant)
+                mine, agreed = mine + more, agreed + same
+                if same < len(spelled) or number == len(specials):
+                    break
+                special = self._specials.get(str(theirs.tokenizer.convert_ids_to_tokens(specials[number])))
+                if lacks := special is None:
+                    break
+                mine, agreed = [*mine, special], agreed + 1
+            found.append((mine, agreed, lacks))
+        return found
+
+    def retold(self, ids: Sequence[int], theirs: ByteVocabulary) -> tuple[list[int], int]:
+        """The tokens of what those of another tokenizer spell, up to the first byte that these do not; its place."""
+        ((mine, agreed, _),) = self.retokenized([ids], theirs)
+        ends = [*accumulate(self.sizes(mine), initial=0)]
+        kept = bisect_right(ends, agreed) - 1
+        return mine[:kept], ends[kept]
 
     def written(self, some: bytes) -> str:
         """Bytes as the tokens of a byte-level vocabulary write them."""
@@ -285,6 +287,14 @@ def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:
         if len(spelled) > len(anchor) + 1:
             return None
     return None
+
+
+def _between(texts: Sequence[bytes | None]) -> Iterator[bytes]:
+    """The bytes before, between and after special tokens."""
+    start = 0
+    for end in [*(at for at, one in enumerate(texts) if one is None), len(texts)]:
+        yield b"".join(one or b"" for one in texts[start:end])
+        start = end + 1
 
 
 def _drawn() -> list[str]:

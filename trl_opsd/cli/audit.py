@@ -130,8 +130,8 @@ def audit(trainer: OPSDTrainer, rows: int = 32) -> Audit:
     Raises:
         ValueError: There are too few rows, several processes, or teachers with other tokenizers.
     """
-    if trainer.accelerator.num_processes > 1 or trainer.args.cross_tokenizer:
-        raise ValueError("An audit runs in one process, and compares tokens: not with `cross_tokenizer`.")
+    if trainer.accelerator.num_processes > 1 or trainer.cross is not None:
+        raise ValueError("An audit runs in one process, and compares teachers that have the student's tokenizer.")
     inputs = _rows_of(trainer.train_dataset, rows, trainer.args.seed)
     if len(inputs) < FEW:
         raise ValueError(f"An audit of {len(inputs)} rows of the `train_dataset`: expected at least {FEW}.")

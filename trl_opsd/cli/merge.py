@@ -184,7 +184,7 @@ class Experts:
         for name in whole:
             with trainer.generating_with(name):
                 found[name] = self._measured(trainer)
-        is_average_known = AVERAGE in found or trainer.args.cross_tokenizer is not None
+        is_average_known = AVERAGE in found or trainer.cross is not None
         if not is_average_known and all(one.server is None for one in self.experts.values()):
             try:
                 model = average_of([*self.teachers.values()], trainer.args).to(trainer.model.dtype)

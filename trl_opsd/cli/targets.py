@@ -245,9 +245,10 @@ def _header(trainer: OPSDTrainer, top_k: int | None) -> tuple[dict[str, Any], di
     changes = args.teacher_model_kind in ("ema", "live") or any(
         getattr(one, "student_k", 0) for one in teachers.values()
     )
-    what = shown(args, "teacher_model_kind", "teacher_server_targets", "cross_tokenizer")
-    why = "a folder keeps shared tokens, and nothing that a student changes; set 'base', 'teacher_top_k', and None"
-    refuse([(changes or args.cross_tokenizer, what, why)])
+    what = shown(args, "teacher_model_kind", "teacher_server_targets")
+    why = "a folder keeps nothing that a student changes; set 'base' and 'teacher_top_k'"
+    is_crossed = trainer.cross is not None, "A teacher with a tokenizer of its own", "a folder keeps shared tokens"
+    refuse([(changes, what, why), is_crossed])
     now = fingerprint.of_teachers(teachers, args, trainer.base_samples)
     heads, said = {}, {}
     for name, teacher in teachers.items():

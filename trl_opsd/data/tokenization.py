@@ -38,8 +38,8 @@ def check_token_maps(
     read = f" The teacher's was loaded from {source}: if it uses another, pass it as `teacher_processing_class`."
     raise ValueError(
         f"The tokenizers of student and {role} differ in {len(differing)} ids: {listed}. The loss compares "
-        "distributions id by id, so pass a teacher with the student's tokenizer; or, unless a server has it, set "
-        f"`cross_tokenizer='bytes'`.{read if source else ''}"
+        "distributions id by id, so pass a teacher with the student's tokenizer, or compare texts, unless a server has "
+        f"it (docs/tokenizers.md).{read if source else ''}"
     )
 
 
@@ -128,15 +128,20 @@ def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callab
                 )
 
 
-def look_at(tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Request], args: Any, tools: Any) -> None:
-    """Refuses a template that leaves out messages of some rows; warns where it is not used. `doctor` examines more."""
+def look_at(
+    tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Request], args: Any, tools: Any, are_shared: bool
+) -> None:
+    """Refuses a template that leaves out messages of some rows; warns where it is not used. `doctor` examines more.
+
+    `are_shared` says whether teachers read by the student's tokenizer and template.
+    """
     if tools and (text := next((row.student.where for row in rows if row.student.kind == "text"), "")):
         raise ValueError(f"{text} is text, in which no tool can be called: give messages, or remove the tools.")
     if not tokenizer.chat_template:
         return
     # A search for the word: it errs on the side of silence.
     known = {*re.findall(r"\w+", str(tokenizer.chat_template)), *signature(tokenizer.apply_chat_template).parameters}
-    unread = [] if args.cross_tokenizer else sorted(args.teacher_template_kwargs.keys() - known)
+    unread = sorted(args.teacher_template_kwargs.keys() - known) if are_shared else []
     if unread or (args.teacher_template_kwargs and any(row.of_teacher.kind == "text" for row in rows)):
         why = f"its chat template has no {unread[0]!r}" if unread else "its prompts are text, which no template renders"
         raise ValueError(f"`teacher_chat_template_kwargs` would not change what the teacher reads: {why}.")
@@ -152,7 +157,7 @@ def look_at(tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Reque
     of_teacher = {**of_student, **args.teacher_template_kwargs}
     for row in rows:
         for prompt, options in ((row.student, of_student), (row.of_teacher, of_teacher)):
-            if prompt.kind == "messages" and not (options is of_teacher and args.cross_tokenizer):
+            if prompt.kind == "messages" and (are_shared or options is of_student):
                 check_that_all_is_read(prompt.value, partial(tokenizer.apply_chat_template, **options), prompt.where)
 
 

@@ -24,9 +24,8 @@ from trl_opsd.data.prompts import Prompt
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import divergence_of
-from trl_opsd.methods import METRICS
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.metrics import Mean, is_taken
+from trl_opsd.metrics import Mean, Metric, is_taken
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.options.normalize import end_tokens
@@ -61,7 +60,9 @@ class TrainerMembers(UpstreamFixes):
     row_group: RowGroup | None = None
     """The processes that share rows with this one; `None` without sequence parallelism."""
     cross: Any = None
-    """What tokenizers that differ are compared by, as `cross_tokenizer` names it; else `None`."""
+    """What compares teachers that have tokenizers of their own; else `None`."""
+    known_metrics: Mapping[str, Metric]
+    """All metrics by their names in the training log."""
     is_built: bool = False
     """Whether construction has ended."""
     turns: Turns | None
@@ -138,7 +139,7 @@ class TrainerMembers(UpstreamFixes):
         Raises:
             ValueError: The name is taken.
         """
-        if is_taken(name, METRICS):
+        if is_taken(name, self.known_metrics):
             raise ValueError(f"`record({name!r}, ...)`: this name is already used in the log, so choose another.")
         number = Mean(value)
         number.count = float(count)

@@ -20,12 +20,11 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.methods.targets import Anchor
-from trl_opsd.metrics import evaluated_names
+from trl_opsd.metrics import Metric, evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts, Rollout
 from trl_opsd.types.loss import columns
@@ -89,8 +88,8 @@ class PhaseClock:
 class _Accounts:
     """Sums over the tokens of all processes, by the names in [`~types.LossParts`], and the seconds of each phase."""
 
-    def __init__(self, clock: PhaseClock) -> None:
-        self.clock = clock
+    def __init__(self, clock: PhaseClock, known: Mapping[str, Metric]) -> None:
+        self.clock, self._known = clock, known
         self.totals: Counter[str] = Counter()
         self.batches = 0
         """Number of generation batches."""
@@ -110,7 +109,7 @@ class _Accounts:
         totals = Counter({**self.totals, "batches": batches})
         teachers = [name.removeprefix("weight/") for name in totals if name.startswith("weight/")]
         means = {}
-        for name, metric in METRICS.items():
+        for name, metric in self._known.items():
             for teacher in teachers if "<name>" in name else [""]:
                 of, _, by = metric.mean_of.replace("<name>", teacher).partition(" / ")
                 if of in totals and totals[by]:
@@ -140,7 +139,7 @@ class StepStats:
 
     def __init__(self, trainer: OPSDTrainer, clock: Callable[[], PhaseClock]) -> None:
         self._trainer = trainer
-        self._accounts = {mode: _Accounts(clock()) for mode in ("train", "eval")}
+        self._accounts = {mode: _Accounts(clock(), trainer.known_metrics) for mode in ("train", "eval")}
         self._waiting: list[Part] = []
         """Micro-batches that are not reduced yet."""
         self._step: tuple[Counter[str], list[np.ndarray | None]] = Counter(), []
@@ -321,7 +320,7 @@ class StepStats:
         NaN is never the best, and is not logged; transformers ends a training that lacks the metric.
         """
         best = f"eval_{(self._trainer.args.metric_for_best_model or '').removeprefix('eval_')}"
-        known, beginnings = evaluated_names(METRICS, self._trainer.eval_dataset, rewards)
+        known, beginnings = evaluated_names(self._trainer.known_metrics, self._trainer.eval_dataset, rewards)
         if best in known or best.startswith(beginnings) or any(best in log for log in self._trainer.state.log_history):
             found.setdefault(best, math.nan)
         return found

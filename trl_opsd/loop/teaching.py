@@ -202,7 +202,7 @@ class Teaching:
         requests = self.readers.read_batch(rows, batch)
         if not self._prompts_are_seen:
             self.readers.student.token_ids([one.student for one in requests])  # names the row that a template refuses
-            look_at(host.processing_class, batch, requests, host.args, host.tools)
+            look_at(host.processing_class, batch, requests, host.args, host.tools, host.cross is None)
             self._prompts_are_seen = True
         return list(map(BatchRow, requests))
 

@@ -3,9 +3,6 @@
 from trl_opsd.losses.dense import dense_divergence
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.entrywise import (
-    AdaptiveKL,
-    AlphaDivergence,
-    EntropyAwareKL,
     ForwardKL,
     GeneralizedJSD,
     NegativeLogAcceptance,
@@ -23,10 +20,7 @@ from trl_opsd.types import LazyLogits, OutputHead, PerToken, ReferenceModel, Sam
 
 __all__ = [
     "DIVERGENCES",
-    "AdaptiveKL",
-    "AlphaDivergence",
     "Divergence",
-    "EntropyAwareKL",
     "ForwardKL",
     "GeneralizedJSD",
     "LazyLogits",

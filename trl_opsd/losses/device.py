@@ -15,7 +15,6 @@ import triton.language as tl
 
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.entrywise import (
-    AlphaDivergence,
     ForwardKL,
     GeneralizedJSD,
     ReverseKL,
@@ -127,16 +126,6 @@ def _total_variation(gap, log_s, log_t, s, t, setting):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _alpha_divergence(gap, log_s, log_t, s, t, alpha):  # type: ignore[no-untyped-def]
-    advantage = log_t - log_s
-    near = tl.abs(advantage) < 1.0  # there the differences are smaller than what they are taken of
-    lead = tl.where(near, s * _expm1(advantage), t - s)  # first, so that no register is spilled
-    power = tl.exp(alpha * log_t + (1.0 - alpha) * log_s)
-    rise = tl.where(near, s * _expm1(alpha * advantage), power - s)
-    return (alpha * lead - rise) / (alpha * (1.0 - alpha)), -rise / alpha
-
-
-@triton.jit
 def _of_sampled(gap, log_s, log_t, s, t, clip_max):  # type: ignore[no-untyped-def]
     """Nothing per entry: the kernel adds the value and gradient of the sampled token."""
     return 0.0 * s, 0.0 * s
@@ -162,7 +151,6 @@ KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
         SkewedForwardKL: Kernel(_skewed_forward_kl, drift=lambda skew: 1 - skew),
         SkewedReverseKL: Kernel(_skewed_reverse_kl, drift=lambda skew: skew - 1),
         TotalVariation: Kernel(_total_variation),
-        AlphaDivergence: Kernel(_alpha_divergence),
         SampledReverseKL: Kernel(_of_sampled, BALANCED.value),
     }
 )

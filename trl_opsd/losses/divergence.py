@@ -92,8 +92,7 @@ class Terms(NamedTuple):
     """[R, V], nats."""
     slopes: Tensor
     """[R, V], derivatives of the terms with respect to the student's log-probabilities."""
-    drift: float | Tensor = 0.0
-    """A number, or one for each row, [R, 1]."""
+    drift: float = 0.0
 
 
 class Entrywise(Divergence):

@@ -5,7 +5,6 @@ R rows (tokens) · V vocabulary size · K + 1 buckets; log-probabilities in nats
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import final
 
@@ -193,97 +192,6 @@ def _to_mixture(log_p_RV: Tensor, log_q_RV: Tensor, skew: float) -> tuple[Tensor
     return surplus_RV, torch.log1p(surplus_RV, out=log_q_RV), far_RV
 
 
-class _BothKL(Entrywise):
-    """The forward and the reverse KL of each token, with factors that are constants."""
-
-    @abstractmethod
-    def factors(self, student_RV: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Of the forward KL, [R, 1], and of the reverse KL."""
-
-    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
-        forward, reverse = self.factors(log_student_RV.detach().exp(), log_teacher_RV.detach().exp())
-        forward_RV, reverse_RV = (one.entries(log_student_RV, log_teacher_RV) for one in (ForwardKL(), ReverseKL()))
-        return forward * forward_RV + reverse * reverse_RV
-
-    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
-        forward, reverse = self.factors(student_RV, teacher_RV)
-        # One gap, negated in place, serves both directions.
-        gap_RV = log_teacher_RV.sub_(log_student_RV)
-        forward_RV = kl_terms(gap_RV, teacher_RV, student_RV)
-        reverse_RV = kl_terms(gap_RV.neg_(), student_RV, teacher_RV)
-        values_RV = reverse_RV.mul_(reverse).add_(forward_RV.mul_(forward))
-        slopes_RV = gap_RV.mul_(student_RV).mul_(reverse).add_((student_RV - teacher_RV).mul_(forward))
-        return Terms(values_RV, slopes_RV, drift=forward - reverse)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AdaptiveKL(_BothKL):
-    """`h KL(p_t || p_s) + (1 - h) KL(p_s || p_t)` with a share `h` for each token of the completion (AKL, arXiv
-    2404.02657): that of the head in `sum |p_s - p_t|`.
-
-    The head are the teacher's most likely tokens, from the first on while their probabilities add up to at most `mu`,
-    and always the first; that is how the published code has it, while the paper also counts the token that passes
-    `mu`. The share is a constant: no gradient flows through it. Where the models agree it is one half.
-
-    The gradient with respect to the student's logits is those of both directions, weighted alike:
-    `h (p_s - p_t) + (1 - h) p_s (log p_s - log p_t - KL(p_s || p_t))`. There is no fused
-    kernel, because each row is sorted.
-
-    Args:
-        mu (`float`, *optional*, defaults to `0.5`):
-            Largest probability of the head, from 0 to 1.
-
-    Raises:
-        ValueError: If `mu` is not from 0 to 1.
-    """
-
-    mu: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.mu <= 1.0:
-            raise ValueError(f"mu is {self.mu}, expected a probability from 0 to 1; the paper uses 0.5.")
-
-    def factors(self, student_RV: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor]:
-        sorted_RV, order_RV = teacher_RV.sort(dim=-1, descending=True, stable=True)
-        gaps_RV = (student_RV.gather(-1, order_RV) - sorted_RV).abs_()
-        tail_RV = sorted_RV.cumsum(-1) > self.mu
-        tail_RV[:, :1] = False
-        total_R1 = gaps_RV.sum(-1, keepdim=True)
-        head_R1 = gaps_RV.masked_fill_(tail_RV, 0.0).sum(-1, keepdim=True)
-        share_R1 = torch.where(total_R1 > 0, head_R1 / total_R1, 0.5)
-        return share_R1, 1 - share_R1
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class EntropyAwareKL(_BothKL):
-    """`KL(p_s || p_t)`, plus `KL(p_t || p_s)` where the teacher's entropy is above a threshold, so that the student
-    keeps the choices that the teacher leaves open (EOPD, arXiv 2603.07079).
-
-    There the reverse KL is estimated from the sampled token, and the forward KL from the teacher's 16 likeliest; here
-    both are of the whole vocabulary. The gradient with respect to the student's logits is the sum of both. There is no
-    fused kernel.
-
-    Args:
-        threshold (`float`, *optional*, defaults to `0.8`):
-            In nats, at least 0; that of the paper.
-
-    Raises:
-        ValueError: If the threshold is below 0.
-    """
-
-    threshold: float = 0.8
-
-    def __post_init__(self) -> None:
-        if not self.threshold >= 0.0:
-            raise ValueError(f"threshold is {self.threshold}, expected nats, at least 0; the paper uses 0.8.")
-
-    def factors(self, student_RV: Tensor, teacher_RV: Tensor) -> tuple[Tensor, float]:
-        entropy_R1 = torch.special.entr(teacher_RV).sum(-1, keepdim=True)
-        return (entropy_R1 > self.threshold).to(teacher_RV), 1.0
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class TotalVariation(Entrywise):
@@ -344,51 +252,14 @@ class NegativeLogAcceptance(Divergence):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AlphaDivergence(Entrywise):
-    """`(1 - sum p_t^alpha p_s^(1 - alpha)) / (alpha (1 - alpha))`: towards the reverse KL for `alpha` near 0 and the
-    forward KL near 1; at 0.5, four times the squared Hellinger distance (AlphaNet, arXiv 2102.07954).
-
-    The gradient with respect to the student's logits is `(p_s E_s[r] - p_s r) / alpha` with `r = (p_t / p_s)^alpha`.
-
-    Args:
-        alpha (`float`, *optional*, defaults to `0.5`):
-            Strictly between 0 and 1.
-
-    Raises:
-        ValueError: If `alpha` is not strictly between 0 and 1.
-    """
-
-    alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_share("alpha", self.alpha, "ReverseKL()", "ForwardKL()")
-
-    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
-        mean_RV = self.alpha * log_teacher_RV.exp() + (1 - self.alpha) * log_student_RV.exp()
-        power_RV = (self.alpha * log_teacher_RV + (1 - self.alpha) * log_student_RV).exp()
-        return (mean_RV - power_RV) / (self.alpha * (1 - self.alpha))
-
-    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
-        power_RV = log_student_RV.lerp(log_teacher_RV, self.alpha).exp_()
-        gap_RV = log_teacher_RV.sub_(log_student_RV)
-        near_RV = gap_RV.abs() < 1.0  # there the differences are smaller than what they are taken of
-        rise_RV = torch.mul(gap_RV, self.alpha, out=log_student_RV).expm1_().mul_(student_RV)
-        rise_RV = torch.where(near_RV, rise_RV, power_RV.sub_(student_RV))  # p_t^alpha p_s^(1 - alpha) - p_s
-        lead_RV = torch.where(near_RV, gap_RV.expm1_().mul_(student_RV), teacher_RV - student_RV)
-        values_RV = lead_RV.mul_(self.alpha).sub_(rise_RV).div_(self.alpha * (1 - self.alpha))
-        return Terms(values_RV, rise_RV.div_(-self.alpha))
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class TopKTeacher(Divergence):
     """A divergence between two distributions over K + 1 buckets: each of the teacher's K likeliest tokens, and one for
     all others together.
 
     It is what can be learned from a teacher that reveals only its K likeliest tokens. Both models' buckets add up
     to 1, so a divergence that is never negative is not here either. It is at most that of the whole vocabulary, and
-    equal to it with K = V (data processing inequality; of an f-divergence, which `AdaptiveKL` is not). Within the last
-    bucket nothing is learned: its tokens keep their ratios.
+    equal to it with K = V (data processing inequality). Within the last bucket nothing is learned: its
+    tokens keep their ratios.
 
     The gradient with respect to the student's logits, for bucket probabilities `q` and slopes `d = dD / d log q`, is
     `d_v - p_v sum(d)` for a token v of its own, and `p_v (d_rest / q_rest - sum(d))` for the others.

@@ -9,9 +9,6 @@ from typing import Any
 
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.entrywise import (
-    AdaptiveKL,
-    AlphaDivergence,
-    EntropyAwareKL,
     ForwardKL,
     GeneralizedJSD,
     NegativeLogAcceptance,
@@ -32,9 +29,6 @@ DIVERGENCES: MappingProxyType[str, type[Divergence]] = MappingProxyType(
         "skewed_reverse_kl": SkewedReverseKL,
         "total_variation": TotalVariation,
         "negative_log_acceptance": NegativeLogAcceptance,
-        "alpha_divergence": AlphaDivergence,
-        "adaptive_kl": AdaptiveKL,
-        "entropy_aware_kl": EntropyAwareKL,
         "sampled_reverse_kl": SampledReverseKL,
     }
 )

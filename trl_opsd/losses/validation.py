@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.entrywise import AdaptiveKL, EntropyAwareKL, TopKTeacher
+from trl_opsd.losses.entrywise import TopKTeacher
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
 from trl_opsd.types.known import TokenHead
-
-NEEDS_WHOLE = AdaptiveKL | EntropyAwareKL | TopKTeacher
-"""Divergences that read more of a teacher than the probabilities of some tokens and of all others together."""
 
 
 def check_arguments(
@@ -56,7 +53,7 @@ def check_arguments(
         )
     pushed, by_token = (
         sum(bool(one.push) for one in references),
-        kl_clip is not None or isinstance(divergence, NEEDS_WHOLE),
+        kl_clip is not None or isinstance(divergence, TopKTeacher),
     )
     if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or pushed or by_token):
         raise ValueError(

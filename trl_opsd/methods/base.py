@@ -103,7 +103,7 @@ class Method:
         reads (`Sequence[str]`): keys of what `references` returns.
         adds_nll (`bool`): whether it sets `BatchRow.nll_weight`.
         skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
-        by_token (`bool`): whether it reads distributions over tokens, which there are none of with `cross_tokenizer`.
+        by_token (`bool`): whether it reads distributions over tokens, of a teacher with the student's tokens.
         needs_whole (`bool`): whether it needs whole distributions of all teachers, not of some tokens.
         whole_rows (`bool`): whether it needs whole rows in a process, which `sp_size` divides.
         whole_batch (`bool`): whether it needs all completions of a step before the first is trained on.
@@ -231,7 +231,7 @@ class Method:
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
         """Tokens of an evaluation that a teacher has scored, [N], weighted, 0 in rows that only fill a batch.
 
-        For each micro-batch and teacher, once its loss is known, and no collectives in it. Not with `cross_tokenizer`.
+        For each micro-batch and teacher, once its loss is known, without collectives. Not where tokens differ.
         """
 
     def evaluated(self, sums: MutableMapping[str, Any]) -> None:

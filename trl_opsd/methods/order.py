@@ -50,11 +50,6 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
         refuse(
             (is_met, f"{beside} with `{name}`, which {why}", "change one of them")
             for is_met, beside, why in (
-                (
-                    one.by_token and args.cross_tokenizer,
-                    shown(args, "cross_tokenizer"),
-                    "reads distributions over tokens",
-                ),
                 (one.whole_rows and is_divided, "`sp_size`", "reads whole rows"),
                 (
                     one.whole_batch and args.overlap == "step",

@@ -32,7 +32,7 @@ def shown(args: Any, *names: str) -> str:
 
 # ---- The launch, before accelerate is started -----------------------------------------------------------------------
 
-_OF_WHOLE_ROWS = ("padding_free", "pad_to_multiple_of", "torch_compile", "cross_tokenizer", "teacher_prefix_cache_gb")
+_OF_WHOLE_ROWS = ("padding_free", "pad_to_multiple_of", "torch_compile", "teacher_prefix_cache_gb")
 """Options that need whole rows in a process."""
 
 
@@ -75,9 +75,6 @@ def check_launch(args: Any) -> None:
 
 # ---- Options, once transformers has read them -----------------------------------------------------------------------
 
-_TOKENS = ("top_k_teacher", "kl_clip", "teacher_server_url", "teacher_model_kind", "teacher_targets")
-"""Options of a teacher that has the student's tokens."""
-
 
 def check_together(args: Any) -> None:
     """Refuses options that would cancel each other, train on something else, or never end."""
@@ -90,14 +87,6 @@ def check_together(args: Any) -> None:
     refuse(
         [
             # the teacher
-            *(
-                (
-                    args.cross_tokenizer is not None and getattr(args, name) is not None,
-                    shown(args, name, "cross_tokenizer"),
-                    "the teacher has other tokens than the student; remove one of them",
-                )
-                for name in _TOKENS
-            ),
             (
                 args.teacher_offload == "zero3" and args.teacher_model_kind == "ema",
                 shown(args, "teacher_offload", "teacher_model_kind"),

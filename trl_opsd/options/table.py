@@ -195,6 +195,4 @@ def temperatures_in_words(student: float, teacher: float) -> str:
 
 def shape_in_words(args: Any) -> str:
     """What is done to the divergence of tokens, with a comma before each."""
-    clip = "" if args.kl_clip is None else f", each entry clipped at {args.kl_clip:g} nats"
-    by = args.cross_tokenizer
-    return clip + ("" if by is None else f", compared by {by}, as the tokenizers differ")
+    return "" if args.kl_clip is None else f", each entry clipped at {args.kl_clip:g} nats"

@@ -71,7 +71,7 @@ class Answers(ABC):
     """The checkpoint's, if there is one."""
     student_k = 0
     """Number of the student's tokens that are requested at each place."""
-    spelling: str | None = None
+    form: str | None = None
     """What a fingerprint says of it, beside its vocabulary: another choice is another objective."""
     vocabulary: int
     start: str
@@ -218,7 +218,7 @@ class Tokens(Answers):
             )
         self.top_k = min(top_k or min(TOP_K, *limits, TOP_K), self.vocabulary)
         self.student_k, self._teacher_k = (self.top_k * (one in kinds) for one in KINDS)
-        self.spelling = f"{' and '.join(kinds)} {self.top_k}"
+        self.form = f"{' and '.join(kinds)} {self.top_k}"
         self._known = self.student_k + self._teacher_k + 1
         self.head = TokenHead.sized(self.vocabulary, self._known, device)
         whose = {"student_top_k": "the student's", "teacher_top_k": "its own"}

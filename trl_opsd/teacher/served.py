@@ -76,7 +76,7 @@ class ServedTeacher(Teacher):
         self._path, self._server, self._answers = path, server, answers
         self._cache_device, self._progress = cache_device, progress
         self._expected: dict[Row, Future[Tensor]] = {}
-        self.config, self.student_k, self.spelling = answers.config, answers.student_k, answers.spelling
+        self.config, self.student_k, self.form = answers.config, answers.student_k, answers.form
         most = self.config and getattr(self.config.get_text_config(), "max_position_embeddings", None)
         self._context = min((one for one in (server.context, most) if one is not None), default=None)
         self._probes = answers.probes()

@@ -215,6 +215,6 @@ class TeacherServer(HTTPClient):
         if "".join(theirs.split()) != "".join(ours.split()):
             raise ValueError(
                 f"The teacher's server at {self.url} has another tokenizer: the ids {ids} are {theirs!r} to it and "
-                f"{ours!r} here. A server that tells probabilities of tokens needs the student's tokenizer; with "
-                "`cross_tokenizer='bytes'`, load the teacher instead."
+                f"{ours!r} here. A server that tells probabilities of tokens needs the student's tokenizer: load "
+                "a teacher that has another (docs/tokenizers.md)."
             )
