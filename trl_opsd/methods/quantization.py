@@ -97,13 +97,13 @@ class StudentQuantization(Method, TrainerCallback):
         self._step = ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Quantises whole weights once for all passes of a step, at the end of which they change."""
+        """Quantises whole weights once for all passes of a step, until the optimizer changes them."""
         self._step.close()  # of a step that was interrupted
         if "lomo" not in str(args.optim):  # which steps in each backward pass
             with autocast(self.host.accelerator):  # as in the passes
                 self._step.enter_context(kept_quantized(self.host.model))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._step.close()
 
     def saved(self, folder: Path, in_checkpoint: bool) -> None:

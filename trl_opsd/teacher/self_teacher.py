@@ -230,8 +230,8 @@ class OwnTeacher(Teacher):
         placement = self._placement
         # Not known before: a student is sharded when training begins.
         placement.device, placement.passes_are_costly = rollout.completion_ids.device, is_split_model(self.model)
-        kept = {"cache_device": self._cache_device, "progress": self._progress}
-        return score(placement, rollout, self.batching, self.prefix, **kept)
+        keeping, shows = self._cache_device, self._progress
+        return score(placement, rollout, self.batching, self.prefix, cache_device=keeping, progress=shows)
 
 
 @torch.no_grad()
