@@ -21,7 +21,7 @@ from datasets.distributed import split_dataset_by_node
 from support import fsdp_on_cpu, tiny
 from transformers import PrinterCallback
 
-from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd import HFRollout, OPSDTrainer, RolloutBackend
 
 ROWS = 11
 BATCH = 4
@@ -231,6 +231,8 @@ def short(folder: Path) -> dict[str, Any]:
         found[f"{kind} {number}"] = trainer.evaluate(rows)["eval_loss"]
         if number == 5:
             found[f"{kind} predicted"] = trainer.predict(rows).predictions.tolist()
+    trainer.rollout = HFRollout()
+    found["drawn"] = trainer.predict(Dataset.from_list([row(1)] * 4)).predictions.tolist()
     long = [row(number) if number % 4 else {"prompt": "x" * 300} for number in range(ROWS)]
     workers = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2, "overlong_prompts": "drop"}
     stream = Dataset.from_list(long).to_iterable_dataset(num_shards=4)

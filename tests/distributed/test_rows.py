@@ -96,6 +96,10 @@ def test_evaluation_loss_of_few_rows_equals_that_of_stream(read, number):
     assert len({losses[f"map {number}"] for number in (1, 2, 4, 5)}) == 4
 
 
+def test_processes_draw_samples_of_their_own_in_evaluations(read):
+    assert len(set(map(tuple, read[0]["short"]["drawn"]))) == 4, "of one prompt"
+
+
 @pytest.mark.parametrize("kind", ["map", "even"])
 def test_two_processes_predict_each_row_once_and_in_order(read, kind):
     prompts = tiny.tokenizer()([row_counts.row(number)["prompt"] for number in range(5)])["input_ids"]
