@@ -44,9 +44,10 @@ BORROWED = {
     "transformers/training_args.py": "_VALID_DICT_FIELDS _n_gpu enable_jit_checkpoint n_gpu",
     "transformers/generation/utils.py": """
         _has_unfinished_sequences _optimize_model_for_decode _prefill _prepare_generation_config
-        _supports_default_dynamic_cache _update_model_kwargs_for_generation
+        _supports_default_dynamic_cache _update_model_kwargs_for_generation _valid_auto_compile_criteria
     """,
-    "transformers/modeling_utils.py": "_from_config",
+    "transformers/generation/configuration_utils.py": "_compile_all_devices",
+    "transformers/modeling_utils.py": "_can_compile_fullgraph _from_config",
     "transformers/integrations/peft.py": "_hf_peft_config_loaded",
     "transformers/integrations/deepspeed.py": "_hf_deepspeed_config_weak_ref",
     "transformers/configuration_utils.py": "_attn_implementation",

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
+from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.models.padding import BatchPolicy
@@ -318,6 +318,50 @@ def test_batches_are_continued_one_after_the_other(make_writing, options):
     reads = Reads(trainer.model)
     assert trainer.complete(prompt_ids) == expected
     assert len(reads.rows) > max(map(len, expected)), "prompts of another length have passes of their own"
+
+
+class Recordings:
+    """A compiler backend that records as CUDA graphs do: again for each new address of an input marked as static."""
+
+    def __init__(self) -> None:
+        self.graphs: set[tuple[int, ...]] = set()
+        """Rows and addresses."""
+
+    def __deepcopy__(self, memo: dict) -> Recordings:
+        return self  # `generate` copies its options
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list, **options: str):
+        def run(*inputs):
+            marked = [one for one in inputs if hasattr(one, "_dynamo_static_input_type")]
+            keys_and_values = [one for one in marked if one.dim() == 4]
+            assert len(keys_and_values) == 4, "of two layers"
+            self.graphs.add((len(keys_and_values[0]), *(one.data_ptr() for one in marked)))
+            return graph(*inputs)
+
+        return run
+
+
+@pytest.mark.parametrize("make", [tiny.qwen2, tiny.gpt2], ids=["rotary", "a table of positions"])
+def test_a_compiled_step_is_recorded_once_and_gives_the_same_tokens(make_writing, make):
+    torch._dynamo.reset()
+    recorded = Recordings()
+    compiled = make_writing(HFRollout(compile=CompileConfig(backend=recorded)), model=make(), max_completion_length=24)
+    for rows, length, seed, graphs in [(8, 3, 0, 1), (8, 9, 1, 1), (3, 5, 2, 2), (8, 40, 3, 3)]:
+        prompt_ids = [[3 + (seed * 31 + row * 7 + i) % 250 for i in range(length + row)] for row in range(rows)]
+        torch.manual_seed(seed)
+        generated = compiled.complete(prompt_ids)
+        torch.manual_seed(seed)
+        assert generated == by_trl(compiled, prompt_ids)
+        assert len(recorded.graphs) == graphs
+        with torch.no_grad():  # as a step of training does
+            for weight in compiled.model.parameters():
+                weight.add_(0.01 * torch.randn_like(weight))
+
+
+def test_nothing_is_compiled_by_default(make_writing, monkeypatch):
+    trainer = make_writing()
+    monkeypatch.setattr(trainer.model, "get_compiled_call", lambda config: pytest.fail("compiled"))
+    trainer.complete(trainer.tokenize(PROMPTS))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 50, "min_p": 0.01}])

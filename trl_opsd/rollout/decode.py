@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MinPLogitsWarper,
+    StaticCache,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -155,6 +156,10 @@ class RaggedDecoding:
     """Maximum new tokens of each row. A row with 0 is part of the prefill and generates nothing."""
     collective: bool
     """Whether forwards are collective; finished processes keep calling the model."""
+    context: int | None = None
+    """Number of positions of the model, where that is limited."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """The static cache of compiled steps, kept from one call to the next: a CUDA graph is recorded for its address."""
     generator: str = "the student"
     """Who generates, for messages."""
 
@@ -170,29 +175,36 @@ class RaggedDecoding:
         """Decodes until every row has ended, here and in all other processes.
 
         Called by `generate`, with what it has prepared; `input_ids` are [B, P], left-padded. Returns the completion of
-        each row, its end token included.
+        each row, its end token included. Compiled, all rows stay until the last has ended: one graph serves all steps.
         """
+        compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
+        forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
+        if compiled:
+            model_kwargs[CACHE] = self._static_cache(model, len(input_ids), generation_config)
         # transformers 5.10 would reuse the static cache it made for this batch in the next.
         vars(model).pop("_cache", None)
-        kept: Any = model_kwargs[CACHE]
-        kept.__class__ = _of_one_dtype(kept.__class__)
+        keys_and_values: Any = model_kwargs[CACHE]
+        keys_and_values.__class__ = _of_one_dtype(keys_and_values.__class__)
         # The limit on the length of the padded batch is replaced by `max_new_tokens`.
         criteria = StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria))
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
         ids_BL, device, prompt_tokens = input_ids, input_ids.device, input_ids.size(1)
         rows, completions = list(range(len(ids_BL))), [list[int]() for _ in ids_BL]
-        rows_n = torch.arange(len(rows), device=device)  # the unfinished rows, as a tensor too
+        rows_n, unfinished = torch.arange(len(rows), device=device), {*rows}  # the rows in the batch, as a tensor too
         with model._optimize_model_for_decode():
-            while model._has_unfinished_sequences(not rows, self.collective, device=device):
-                if not rows:  # other processes still generate, and need this one in their collectives
+            while model._has_unfinished_sequences(not unfinished, self.collective, device=device):
+                if not unfinished:  # other processes still generate, and need this one in their collectives
                     model(input_ids=ids_BL[:1, -1:], use_cache=False)
                     continue
                 if outputs is None:
                     inputs = model.prepare_inputs_for_generation(ids_BL[rows_n], next_sequence_length=1, **model_kwargs)
                     with keys_read_once():
-                        outputs = model(**inputs, return_dict=True)
+                        outputs = forward(**inputs, return_dict=True)
                 model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
-                # A copy: the logits of a whole prompt must not stay.
+                if compiled and self.context is not None and "position_ids" in model_kwargs:
+                    # A finished row must not run past the table of positions.
+                    model_kwargs["position_ids"].clamp_(max=self.context - 1)
+                # A copy: the logits of a whole prompt must not stay, and a CUDA graph writes over its own outputs.
                 logits_nV = outputs.logits[:, -1].to(device=device, dtype=torch.float32, copy=True)
                 outputs = None
                 scores_nV = _processed(logits_processor, ids_BL, rows_n, logits_nV)
@@ -206,24 +218,34 @@ class RaggedDecoding:
                 # One transfer from the device for each step.
                 stops, broken = torch.stack([criteria(ids_BL, None)[rows_n], best.values.isnan()]).tolist()
                 tokens = ids_BL.size(1) - prompt_tokens
-                if True in broken:
-                    raise NonFiniteError(
-                        f"The logits of {self.generator} for token {tokens} of row {rows[broken.index(True)]} are NaN: "
-                        "its weights are NaN, or overflow in the precision of generation; resume from an earlier "
-                        "checkpoint, lower the learning rate, or generate in bfloat16 or float32."
-                    )
-                places = []
-                for place, (row, stop) in enumerate(zip(rows, stops, strict=True)):
+                for row, stop, is_broken in zip(rows, stops, broken, strict=True):
+                    if row not in unfinished:
+                        continue
+                    if is_broken:
+                        raise NonFiniteError(
+                            f"The logits of {self.generator} for token {tokens} of row {row} are NaN: its weights are "
+                            "NaN, or overflow in the precision of generation; resume from an earlier checkpoint, lower "
+                            "the learning rate, or generate in bfloat16 or float32."
+                        )
                     if stop or tokens >= self.max_new_tokens[row]:
                         completions[row] = ids_BL[row, prompt_tokens:][: max(self.max_new_tokens[row], 0)].tolist()
-                    else:
-                        places.append(place)
-                if places and len(places) < len(rows):
-                    places_n = torch.tensor(places, device=device)
+                        unfinished.remove(row)
+                if unfinished and len(unfinished) < len(rows) and not compiled:
+                    places_n = torch.tensor([rows.index(row) for row in sorted(unfinished)], device=device)
                     _keep(model_kwargs, places_n, len(rows))
-                    rows_n = rows_n[places_n]
-                rows = [rows[place] for place in places]
+                    rows, rows_n = sorted(unfinished), rows_n[places_n]
         return completions
+
+    def _static_cache(self, model: CausalLM, rows: int, generation_config: Any) -> Any:
+        """An empty static cache; the one of an earlier call where it has as many rows, and is long enough."""
+        tokens = max(generation_config.max_length, generation_config.max_cache_len or 0)
+        made_for = (model, rows, model.dtype, model.device)
+        if self.kept.get("made_for") != made_for or self.kept["tokens"] < tokens:
+            self.kept.clear()  # before the new one takes its memory
+            cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=tokens)
+            self.kept.update(made_for=made_for, tokens=tokens, cache=cache)
+        self.kept["cache"].reset()
+        return self.kept["cache"]
 
 
 def _exponential_noise(scores_nV: Tensor, rows: list[int], rows_n: Tensor, every: int) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import in_zero3_model, splits_student
+from trl_opsd._compat.versions import set_known
 from trl_opsd.models.backbone import seen, together
 from trl_opsd.models.padding import PADDED
 from trl_opsd.options.normalize import FAIL_IN_GENERATE, check_drawn
@@ -31,6 +32,9 @@ from trl_opsd.types.rollout import images_of
 
 logger = get_logger(__name__)
 
+_CACHE_STEP = 256
+"""Static caches have a multiple of so many tokens, so that rollouts of similar lengths share one."""
+
 _CHANGES_NO_TOKEN = (
     *("transformers_version", "bos_token_id", "decoder_start_token_id", "max_length", "cache_implementation"),
     *("return_dict_in_generate", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores"),
@@ -45,6 +49,13 @@ class HFRollout(RolloutBackend):
     Rows leave the batch as they end. Options that this decoding loop does not support (beams, assisted decoding,
     offloaded or quantised caches and the like) fall back to plain `generate`, with one warning.
 
+    Args:
+        compile (`bool` or [`~transformers.CompileConfig`], *optional*, defaults to `False`):
+            Whether decoding runs as a compiled graph on a static cache, on any device, where the student can be
+            compiled and is not sharded; a [`~transformers.CompileConfig`] configures it. The cache stays allocated
+            between rollouts. Its tokens have been tested on the CPU. It has not been run on a GPU yet, which is why it
+            is off by default.
+
     Attributes:
         batching ([`~rollout.generate.Batching`]): how this student generates, determined before the first rollout.
         of_student (`dict`): what `generate` takes from the student's own generation config, as it does in TRL.
@@ -56,12 +67,14 @@ class HFRollout(RolloutBackend):
     generator: str = "the student"
     """Who generates, for messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, compile: bool | CompileConfig = False) -> None:
+        self._compile = compile
+        self._kept: dict[str, Any] = {}
         self.batching: Batching | None = None
         self._warned_of: set[str] = set()
 
     def __str__(self) -> str:
-        return "transformers"
+        return f"transformers{', compiled' if self._compile else ''}"
 
     def bind(self, trainer: Host) -> None:
         """Binds the trainer.
@@ -75,7 +88,11 @@ class HFRollout(RolloutBackend):
         self._bound = trainer.generation_config.to_dict()
         if trainer.learns_from_draws:
             check_drawn(self.of_student, trainer.args.temperature, "model.generation_config.{name} = {value!r}")
+        self.close()
         self._is_split = not self.has_whole_copies and splits_student(trainer.accelerator)
+
+    def close(self) -> None:
+        self._kept.clear()
 
     def prove(self) -> None:
         """Determines [`batching`] now instead of in the first rollout."""
@@ -154,8 +171,14 @@ class HFRollout(RolloutBackend):
                 config.cache_implementation = "dynamic"  # a static one has one dtype, autocast gives two
         else:
             loop = RaggedDecoding(
-                max_new_tokens=max_new_tokens, collective=self._is_collective(), generator=self.generator
+                max_new_tokens=max_new_tokens,
+                collective=self._is_collective(),
+                context=trainer.limits.context,
+                kept=self._kept,
+                generator=self.generator,
             )
+            if self._compile and not self._is_split and student._can_compile_fullgraph:
+                self._set_up_compilation(config, inputs["input_ids"].size(1))
         known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
         casts = self._cast(student) if loop else nullcontext()
         with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress, casts:
@@ -199,8 +222,8 @@ class HFRollout(RolloutBackend):
         return found
 
     def _cast(self, student: CausalLM) -> AbstractContextManager[None]:
-        """Rounds weights once for all calls inside."""
-        if self._is_split:  # FSDP2 and DeepSpeed cast by themselves
+        """Rounds weights once for all calls inside; a compiled graph contains the addresses of the student's own."""
+        if self._is_split or self._compile:  # FSDP2 and DeepSpeed cast by themselves
             return nullcontext()
         return cast_weights(student, self._trainer.accelerator.device.type)
 
@@ -216,6 +239,15 @@ class HFRollout(RolloutBackend):
             return here
         accelerator = self._trainer.accelerator
         return int(accelerator.gather(torch.tensor([here], device=accelerator.device)).max())
+
+    def _set_up_compilation(self, config: GenerationConfig, prompt_tokens: int) -> None:
+        """Makes `transformers` compile the step: TRL disables it, and `generate` needs a static cache for it."""
+        config.disable_compile, config.cache_implementation = False, "static"
+        tokens = prompt_tokens + config.max_new_tokens
+        config.max_cache_len = -(-tokens // _CACHE_STEP) * _CACHE_STEP
+        own = self._compile if isinstance(self._compile, CompileConfig) else CompileConfig()
+        config.compile_config = copy.copy(own)
+        set_known(config.compile_config, _compile_all_devices=True)
 
 
 def _of_checkpoint(model: CausalLM, config: GenerationConfig, generator: str) -> dict[str, Any]:
