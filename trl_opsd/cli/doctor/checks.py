@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
-from trl_opsd._compat.versions import installed, outside, remedy
+from trl_opsd._compat.versions import installed, untested
 from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, models_of
 from trl_opsd.cli.train.options import RunOptions
 from trl_opsd.config import OPSDConfig
@@ -335,8 +335,8 @@ def check_settings(settings: RunOptions | ValueError, examined: tuple[str, str])
 
 def versions(_: Pair) -> str:
     """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
-    if found := outside(installed()):
-        raise Doubt(f"Not tested: {', '.join(found)}. To install what was tested: {remedy(installed())}")
+    if said := untested(installed()):
+        raise Doubt(said)
     return ", ".join(f"{name} {number}" for name, number in installed().items())
 
 
