@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.peft import is_peft
-from trl_opsd._compat.versions import versions
+from trl_opsd._compat.versions import installed
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.prompts import Request
 from trl_opsd.data.readers import Reader
@@ -98,7 +98,7 @@ def complete_card(trainer: OPSDTrainer) -> None:
     args, parts = trainer.args, published(trainer)
     path = Path(args.output_dir) / "README.md"
     card = ModelCard.load(path)
-    made_with = ", ".join(f"{name} {one}" for name, one in versions().items() if name in ("trl_opsd", "torch"))
+    made_with = ", ".join(f"{name} {one}" for name, one in installed().items() if name in ("trl_opsd", "torch"))
     entries = {**parts, "made with": f"{made_with}, seed {args.seed}"}
     lines = "\n".join(f"- {topic[0].upper()}{topic[1:]}: {said}" for topic, said in entries.items())
     found = card.text.replace(_PROCEDURE, f"{_PROCEDURE}\n\n{lines}", 1)

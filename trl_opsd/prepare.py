@@ -20,7 +20,7 @@ from trl_opsd._compat.peft import has_foreign_adapter, is_peft
 from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd._compat.trl import get_config_model_id
-from trl_opsd._compat.versions import warn_of_outside
+from trl_opsd._compat.versions import warn_of_untested
 from trl_opsd.checkpoints import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, TOKENS, check_completion, solutions_as_context, with_prompts
@@ -317,7 +317,7 @@ def checked_options(args: Any, model: Any) -> OPSDConfig:
         remedy = "; it is the third argument, after the teacher" if not isinstance(args, TrainingArguments) else ""
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`{remedy}.")
     args.check_again()
-    warn_of_outside()
+    warn_of_untested()
     return args
 
 

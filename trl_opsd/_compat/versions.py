@@ -36,9 +36,9 @@ def bounds() -> dict[str, SpecifierSet]:
 
 
 def installed() -> dict[str, str]:
-    """The version of each library of [`bounds`] that is installed."""
+    """The version of this package, and of each library of [`bounds`], that is installed."""
     found = {}
-    for name in {**bounds(), "vllm": None}:
+    for name in {"trl_opsd": None, **bounds(), "vllm": None}:
         # vLLM's build for CPUs is another distribution.
         for build in (name, f"{name}-cpu"):
             try:
@@ -49,41 +49,27 @@ def installed() -> dict[str, str]:
     return found
 
 
-@cache
-def versions() -> dict[str, str]:
-    """The versions that may change the numbers of a run: of this package, if it is installed, and of its libraries."""
-    try:
-        return {"trl_opsd": metadata.version("trl_opsd"), **installed()}
-    except metadata.PackageNotFoundError:
-        return installed()
-
-
-def outside(found: Mapping[str, str]) -> list[str]:
-    """Descriptions of the libraries that are outside their bounds, from versions by library."""
-    return [f"{name} {found[name]} (expected {wanted})" for name, wanted in _expected(found).items()]
-
-
-def remedy(found: Mapping[str, str]) -> str:
-    """The command that installs these libraries within their bounds."""
-    return f"pip install {' '.join(map(repr, _expected(found).values()))}"
-
-
-def _expected(found: Mapping[str, str]) -> dict[str, str]:
-    return {
+def untested(found: Mapping[str, str]) -> str | None:
+    """Which of these versions are outside their bounds, and the command that installs others; `None` if none is."""
+    wanted = {
         name: f"{name}{allowed}"
         for name, allowed in bounds().items()
         if name in found and not allowed.contains(found[name], prereleases=True)
     }
+    if not wanted:
+        return None
+    named = ", ".join(f"{name} {found[name]} (expected {one})" for name, one in wanted.items())
+    return (
+        f"Not tested with trl_opsd, which uses private parts of these libraries: {named}. To install what was tested: "
+        f"pip install {' '.join(map(repr, wanted.values()))}"
+    )
 
 
 @cache
-def warn_of_outside() -> None:
+def warn_of_untested() -> None:
     """Warns once about libraries outside their bounds."""
-    if found := outside(installed()):
-        logger.warning(
-            f"Not tested with trl_opsd: {', '.join(found)}. It uses private parts of these libraries, which may have "
-            f"changed. To install what was tested: {remedy(installed())}"
-        )
+    if said := untested(installed()):
+        logger.warning(said)
 
 
 _INSTALLED = Version(metadata.version("transformers")).release

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from trl_opsd._compat.versions import installed, outside, remedy
+from trl_opsd._compat.versions import installed, untested
 from trl_opsd.cli.launch import launch_options
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import read
@@ -348,8 +348,8 @@ def vllm_reproduces(pair: Pair, folder: str) -> str:
 
 def versions(_: Pair) -> str:
     """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
-    if found := outside(installed()):
-        raise Doubt(f"Not tested: {', '.join(found)}. To install what was tested: {remedy(installed())}")
+    if said := untested(installed()):
+        raise Doubt(said)
     return ", ".join(f"{name} {number}" for name, number in installed().items())
 
 

@@ -7,8 +7,6 @@ represents all in a check of their form. No row becomes a Python object, so a mi
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -59,21 +57,14 @@ class Survey:
         names = sorted(set(columns) & set(dataset.column_names))
         if has_transform(dataset) or not all(_is_known(dataset.data.schema.field(name).type) for name in names):
             return None
-        table, rows = _stored(dataset, names)
-        if rows is not None and len(rows) < len(table) // 10:  # otherwise surveying all is faster than taking rows
-            table, rows = table.take(rows), None
-        shapes, sizes = np.zeros(len(table), np.uint64), {name: np.zeros(len(table), np.int64) for name in names}
-        for start in range(0, len(table), _ROWS):
+        shapes, sizes = np.zeros(len(dataset), np.uint64), {name: np.zeros(len(dataset), np.int64) for name in names}
+        start = 0
+        for batch in _batches(dataset, names):
+            part = slice(start, start := start + len(batch))
             for name in names:
-                for path, values, owners, places in _inside(
-                    table.column(name).slice(start, _ROWS), name, np.array([_hash(name)])
-                ):
-                    states, lengths = _seen(values, path.replace("[]", "").rpartition(".")[2])
-                    # Wraps around at 64 bits, as hashes may.
-                    np.add.at(shapes, start + owners, states * places)
-                    np.add.at(sizes[name], start + owners, lengths)
-        survey = cls(shapes, sizes)
-        return survey if rows is None else survey.select(rows)
+                forms, sizes[name][part] = _seen(batch[name], name)
+                shapes[part] += forms * _hash(name)  # wraps around at 64 bits, as hashes may
+        return cls(shapes, sizes)
 
     def select(self, rows: Numbers) -> Survey:
         """The survey of these rows alone."""
@@ -85,88 +76,60 @@ class Survey:
 
 
 def digest(dataset: Dataset, columns: Collection[str] | None) -> str:
-    """A digest of these columns (all if `None`) and the order of rows, independent of how they are stored."""
+    """A digest of these columns (all if `None`) and the order of rows, independent of chunks and selections."""
     names = sorted(name for name in dataset.column_names if columns is None or name in columns)
-    table, rows = _stored(dataset, names)
-    # A stream per path, so that the digest depends on contents alone, and not on chunks or storage types.
-    streams: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+    types = [dataset.data.schema.field(name).type for name in names]
+    summed = hashlib.sha256(f"{names} {types}".encode())
+    for batch in _batches(dataset, names):
+        summed.update(batch.serialize())
+    return summed.hexdigest()
+
+
+def _batches(dataset: Dataset, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """The columns as they are stored, some rows at a time, in order."""
+    # `select` and `shuffle` only record indices; the table itself keeps all rows.
+    table, indices = dataset.data.table.select(names), dataset._indices
+    rows = None if indices is None else indices.column(0).to_numpy()
     for start in range(0, len(dataset), _ROWS):
         # `take`, because `Dataset.iter` over shuffled rows makes a chunk of each row and takes ten times as long.
         part = table.slice(start, _ROWS) if rows is None else table.take(rows[start : start + _ROWS])
-        for name in names:
-            for path, values, _, _ in _inside(part.column(name), name):
-                streams[f"{path} is valid"].update(values.is_valid().to_numpy(zero_copy_only=False))
-                if _is_list(values.type):
-                    streams[f"{path} lengths"].update(_integers(pc.list_value_length(values)))
-                elif _is_text(values.type):
-                    texts = values.drop_null().cast(pa.large_binary())
-                    streams[f"{path} lengths"].update(_integers(pc.binary_length(values)))
-                    _, offsets, data = texts.buffers()
-                    ends = np.frombuffer(offsets or b"", np.int64)[texts.offset :][: len(texts) + 1]
-                    if len(texts):  # all bytes at once, without a copy
-                        streams[f"{path} text"].update(memoryview(data or b"")[ends[0] : ends[-1]])
-                elif not pa.types.is_struct(values.type):
-                    lines = (json.dumps(value, default=str) + "\n" for value in values.to_pylist())
-                    streams[f"{path} values"].update("".join(lines).encode())
-    parts = [(path, streams[path].hexdigest()) for path in sorted(streams)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _stored(dataset: Dataset, names: list[str]) -> tuple[pa.Table, Numbers | None]:
-    """The columns as stored, and the numbers of the selected rows in their order; `None` for all of them."""
-    # `select` and `shuffle` only record indices; the table itself keeps all rows.
-    rows = dataset._indices
-    return dataset.data.table.select(names), None if rows is None else rows.column(0).to_numpy()
-
-
-def _inside(
-    column: pa.ChunkedArray, name: str, number: Numbers | None = None
-) -> Iterator[tuple[str, pa.Array, Numbers, Any]]:
-    """A column, and each array within it: its path, its values, and of each value the row and a number for its place.
-
-    Numbers are random and odd, so that a sum of products with them tells places apart; without a first there are none.
-    """
-    rows = np.arange(len(column))
-    found: list[tuple[str, pa.Array, Numbers, Any]] = [(name, column.combine_chunks(), rows, number)]
-    for path, values, owners, places in found:  # which grows
-        yield path, values, owners, places
-        if pa.types.is_struct(values.type):
-            for place, field in enumerate(values.type):
-                part = f"{path}.{field.name}"
-                within = None if places is None else places * _hash(part)
-                found.append((part, pc.struct_field(values, place), owners, within))
-        elif _is_list(values.type):
-            lengths = _integers(pc.list_value_length(values))
-            within = None
-            if places is not None:
-                place_in_list = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-                random = np.random.default_rng(0).integers(2**64, size=lengths.max(initial=0), dtype=np.uint64)
-                within = np.broadcast_to(places, len(values)).repeat(lengths) * (random | np.uint64(1))[place_in_list]
-            found.append((f"{path}[]", pc.list_flatten(values), owners.repeat(lengths), within))
+        yield from part.combine_chunks().to_batches()
 
 
 def _seen(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
-    """Of each value a number for what its shape has of it, and its size, without the values within it."""
-    states, sizes = np.full(len(values), _hash("valid")), np.zeros(len(values), np.int64)
-    if _is_list(values.type):
-        states = states + _integers(pc.list_value_length(values)).astype(np.uint64) * _hash("length")
+    """Of each value a hash of its shape, 0 for `None`, and its size."""
+    forms, sizes = np.full(len(values), _hash("valid")), np.zeros(len(values), np.int64)
+    if pa.types.is_struct(values.type):
+        for field in values.type:
+            form, size = _seen(pc.struct_field(values, field.name), field.name)
+            forms, sizes = forms + form * _hash(field.name), sizes + size
+    elif _is_list(values.type):
+        lengths = _integers(pc.list_value_length(values))
+        ends = lengths.cumsum()
+        # Random and odd, so that a sum of products with them tells places apart.
+        random = np.random.default_rng(0).integers(2**64, size=lengths.max(initial=0), dtype=np.uint64) | np.uint64(1)
+        place = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
+        form, size = _seen(pc.list_flatten(values), name)
+        totals = [np.append(one[:0].sum(), one.cumsum()) for one in (form * random[place], size)]
+        form, sizes = (total[ends] - total[ends - lengths] for total in totals)
+        forms = forms + form + lengths.astype(np.uint64) * _hash("length")
     elif _is_text(values.type) and not _is_bytes(values.type):
         sizes = _integers(pc.binary_length(values))
         if name in _BY_VALUE:
             codes = values.dictionary_encode()
             hashes = np.array([*map(_hash, codes.dictionary.to_pylist()), 0], np.uint64)
-            states = states + hashes[_integers(pc.fill_null(codes.indices, len(hashes) - 1))]
+            forms = forms + hashes[_integers(pc.fill_null(codes.indices, len(hashes) - 1))]
         else:
             kinds = (sizes > 0).astype(np.int64) + _integers(pc.utf8_is_space(values))
-            states = states + np.array([_hash("empty"), _hash("text"), _hash("blank")])[kinds]
+            forms = forms + np.array([_hash("empty"), _hash("text"), _hash("blank")])[kinds]
         # NFC makes a non-ASCII character at most three times as long.
         if not pc.all(pc.string_is_ascii(values)).as_py():
             sizes = sizes + 4 * (sizes - _integers(pc.utf8_length(values)))
     elif _is_number(values.type):
         sizes = sizes + 32  # more than any number has as text
-    if values.null_count:  # a missing value has the shape 0, whatever its kind
-        states = np.where(values.is_valid().to_numpy(zero_copy_only=False), states, np.uint64(0))
-    return states, sizes
+    if values.null_count:  # whatever its kind
+        forms = np.where(values.is_valid().to_numpy(zero_copy_only=False), forms, np.uint64(0))
+    return forms, sizes
 
 
 def _is_known(kind: pa.DataType) -> bool:
