@@ -6,10 +6,8 @@ import importlib
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from support import processes
@@ -91,17 +89,6 @@ def test_a_bf16_step_is_in_bfloat16_in_every_phase(run):
     assert "teach" in benchmark.table(found)
 
 
-def test_construction_counts_tokenized_rows(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    benchmark = importlib.import_module("construction")
-    path = benchmark.make_dataset(1500, 20, True, str(tmp_path))
-    found = {name: benchmark.build(name, path, 512) for name in benchmark.PROGRAMS}
-    assert {name: one["rows"] for name, one in found.items()} == {"trl": 1500, "ours": 1500, "again": 1500}
-    assert found["ours"]["counted"] > 1400 > 10 > found["again"]["counted"]
-    assert "again" in benchmark.table([{"program": name, "processes": 1, **one} for name, one in found.items()])
-
-
 @pytest.mark.parametrize(("tuning", "lengths"), [("full", "even"), ("lora", "ragged")])
 def test_whole_steps_are_measured_on_the_same_work_as_trls(monkeypatch, tuning, lengths):
     monkeypatch.syspath_prepend(FOLDER)
@@ -137,22 +124,6 @@ def test_ragged_lengths_have_a_long_tail_and_the_given_mean(monkeypatch):
     assert drawn.median() < 80
     assert 400 < drawn.max() <= 800
     assert benchmark.lengths("even", 7, 2, None) == [7, 7]
-
-
-@pytest.mark.long
-@pytest.mark.vllm
-def test_a_sync_takes_one_call_and_delivers_the_weights(run, monkeypatch):
-    engine = pytest.importorskip("trl_opsd._compat.vllm.engine")
-    monkeypatch.setattr(engine, "LLM", partial(engine.LLM, enforce_eager=True))  # compiling takes longer than all else
-    shape = ("--hidden", 128, "--layers", 1, "--vocab", 128, "--rank", 4)
-    benchmark, rows = run("sync", *shape, "--repeats", 1, "--device", "cpu")
-    ours = {row["sent"]: row for row in rows if row["program"] == "ours"}
-    assert set(ours) == {"everything", "lora, full", "lora, adapter"}
-    for row in ours.values():
-        assert (row["calls"], row["drift"]) == (1, 0.0)
-        assert row["gap"] < 1e-4
-    assert ours["lora, adapter"]["bytes"] < ours["lora, full"]["bytes"] / 2
-    assert "lora" in benchmark.table(rows)
 
 
 @pytest.mark.long
