@@ -25,8 +25,7 @@ def options(about: str | None, given: Sequence[str] | None = None, **defaults: A
         **defaults (`Any`):
             A default for each option, whose type is its own; that of a list takes several values.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.formatter_class = type("Help", (parser.formatter_class, argparse.RawDescriptionHelpFormatter), {})
+    parser = argparse.ArgumentParser(description=about, formatter_class=_Help)
     for name, default in {**defaults, "json": False}.items():
         flag, several = f"--{name.replace('_', '-')}", isinstance(default, list)
         kind = type(default[0] if several else default)
@@ -37,6 +36,10 @@ def options(about: str | None, given: Sequence[str] | None = None, **defaults: A
         else:
             parser.add_argument(flag, type=kind, nargs="+" if several else None, default=default, help=" ")
     return parser.parse_args(given)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -47,11 +47,6 @@ def test_expected_values_are_taken_from_the_check_of_an_option(reference):
     assert reference.expected("teacher_trust_remote_code") == ""
 
 
-def test_a_call_without_an_error_is_not_documented(reference):
-    with pytest.raises(AssertionError, match="expected an error"):
-        reference._told(lambda: None)
-
-
 def test_the_help_of_an_option_is_its_description(reference):
     described = reference.described_in(OPSDConfig, "Parameters")
     helps = {one.name: one.metadata.get("help") for one in dataclasses.fields(OPSDConfig)}
