@@ -3,7 +3,8 @@
     python benchmarks/bf16.py                                                 # 135M parameters, on any device
     accelerate launch --config_file trl_opsd/accelerate_configs/zero3.yaml benchmarks/bf16.py
 
-Student and teacher have the shape of SmolLM2-135M and different random weights; completions are given.
+Student and teacher have the shape of SmolLM2-135M in Qwen2's architecture, and different random weights; completions
+are given.
 """
 
 from __future__ import annotations
