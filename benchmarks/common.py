@@ -58,8 +58,13 @@ def show(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Columns by name; those of a dict inside a row have its name in front."""
-    return pandas.json_normalize(rows).to_string(index=False, na_rep="", float_format="{:.4g}".format)
+    """Columns by name, lists in one cell; names inside a dict have that of the dict in front."""
+    flat = pandas.json_normalize(rows).map(lambda one: ", ".join(map(_short, one)) if isinstance(one, list) else one)
+    return flat.to_string(index=False, na_rep="", float_format=_short)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def read(path: str) -> list[dict[str, Any]]:

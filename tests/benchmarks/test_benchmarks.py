@@ -118,6 +118,7 @@ def test_options_have_the_types_of_their_defaults_and_summaries_the_ranges(monke
     lines = [{"way": way, "right": right} for way, right in (("a", 0.1), ("b", 0.5), ("b", 1.0))]
     table = "| way | right |\n|---|---|\n| b | 0.75 (0.50–1.00) |\n| a | 0.10 |"
     assert common.summary(lines, ["way"], {"right": 2}) == table
+    assert common.table([{"a": {"b": 1}, "errors": [1e-7, 2.0]}]).split() == ["errors", "a.b", "1e-07,", "2", "1"]
 
 
 def test_ragged_lengths_have_a_long_tail_and_the_given_mean(monkeypatch):
