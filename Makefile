@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-needs quick real notebook trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs workflows release rehearsal format lock clean
+.PHONY: help venv demo test test-needs quick real notebook trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs surface workflows release rehearsal format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -97,7 +97,9 @@ spelling: venv ## codespell
 
 floors: venv ## which file may import which, and that the environment is whole
 	$(BIN)/pytest -q tests/test_architecture.py
-	$(BIN)/python tools/check_env.py
+	@# how products are rounded depends on the machine; three requirements of vLLM may exist as CUDA builds only
+	$(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability(), torch.__config__.show())'
+	! $(PIP) check 2>&1 | grep -v -e torchvision -e torchaudio -e torchcodec -e '^No broken'
 
 SCHEMA := PYTHONPATH=.packaging $(BIN)/python -m check_jsonschema --quiet --builtin-schema vendor
 
@@ -117,6 +119,12 @@ house: venv ## the size of the package as a reader meets it; fails above a limit
 
 docs: .docs/.made ## build the documentation as a site in build/site, strictly
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet
+
+BREAKS := import griffe; old, new = griffe.load_git("trl_opsd", ref="$(SINCE)"), griffe.load("trl_opsd"); \
+	print(*(one.explain() for one in griffe.find_breaking_changes(old, new)), sep="\n")
+
+surface: .docs/.made ## Python names that changed or are gone since a commit: make surface SINCE=v0.1.0
+	.docs/bin/python -c '$(BREAKS)'
 
 .docs/.made: requirements/docs.txt
 	"$(PYTHON)" -m venv --clear .docs

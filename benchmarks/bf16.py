@@ -3,13 +3,13 @@
     python benchmarks/bf16.py                                                 # 135M parameters, on any device
     accelerate launch --config_file trl_opsd/accelerate_configs/zero3.yaml benchmarks/bf16.py
 
-Student and teacher have the shape of SmolLM2-135M and different random weights; completions are given.
+Student and teacher have the shape of SmolLM2-135M in Qwen2's architecture, and different random weights; completions
+are given.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -18,37 +18,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from common import device, options, qwen2, show
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import FixedRollout, OPSDTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import fsdp_on_cpu, tiny
-from support.product_dtypes import PHASES, WatchedTrainer
+from support.product_dtypes import WatchedTrainer
 
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 
 
 def save_model(args: argparse.Namespace, seed: int, folder: str) -> str:
     """Saves a random model. To be called before any `OPSDConfig` exists, as ZeRO-3 splits models built after that."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=args.width,
-        intermediate_size=args.width * 8 // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64,
-        num_key_value_heads=max(args.width // 192, 1),
-        vocab_size=args.vocab,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    heads = {"heads": args.width // 64, "num_key_value_heads": max(args.width // 192, 1)}
+    shape = {"intermediate_size": args.width * 8 // 3, "tie_word_embeddings": True, **heads}
     path = f"{folder}/model-{seed}"
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    qwen2(args.width, args.layers, args.vocab, seed=seed, **shape).save_pretrained(path)
     return path
 
 
@@ -58,19 +46,13 @@ def make_trainer(
     tokenizer = tiny.tokenizer()
     prompts = [chr(ord("a") + number) * (args.prompt_tokens - number) for number in range(args.rows)]
     completions = {tuple(tokenizer(prompt)["input_ids"]): [5] * args.tokens for prompt in prompts}
-    config = OPSDConfig(
+    config = tiny.config(
         folder,
         bf16=not args.float32,
-        use_cpu=args.device == "cpu",
+        use_cpu=torch.device(args.device).type == "cpu",
         max_steps=steps,
         per_device_train_batch_size=args.rows,
-        gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
         max_completion_length=args.tokens,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     fsdp_on_cpu.allow()
     return kind(
@@ -102,36 +84,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    phases = [phase for phase in PHASES if phase in found["dtypes"]]
-    rows = [
-        ["phase", *phases, "teach", "compare"],
-        ["---"] * (len(phases) + 3),
-        [
-            f"{found['processes']} x {found['wrapper']}",
-            *(", ".join(found["dtypes"][phase]) for phase in phases),
-            *(f"{seconds:.2f} s" for seconds in found["seconds"].values()),
-        ],
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=576)
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--vocab", type=int, default=49152)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--float32", action="store_true", help="for comparison")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        width=576,
+        layers=30,
+        vocab=49152,
+        rows=2,
+        prompt_tokens=64,
+        tokens=64,
+        repeats=3,
+        float32=False,
+        device=device(),
+    )
     found = measure(args)
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found, indent=2) if args.json else table(found))
+        show([found], args.json)
 
 
 if __name__ == "__main__":

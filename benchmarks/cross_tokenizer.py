@@ -2,18 +2,16 @@
 
     python benchmarks/cross_tokenizer.py --seeds 0 1 2 --output out/cross_tokenizer
 
-GOLD's losses are called from TRL. The same completions, rate and number of steps for each; a line of `results.jsonl` is
-one training, and what it holds is not trained again.
+GOLD's losses are called from TRL. All have the same completions, rates and number of steps; a line of `results.jsonl`
+is one training, and what it holds is not trained again.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from typing import Any, ClassVar
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import torch
+from common import options, read, studied, summary
 from torch import Tensor
 from trl.experimental.gold import GOLDConfig
 from trl.experimental.gold.gold_trainer import ULDLoss
@@ -30,9 +29,9 @@ from two_tokenizers import train
 from trl_opsd import OPSDTrainer
 from trl_opsd.types import LossParts
 
-RATES = [1e-3, 3e-3]
-"""All are tried for each loss, and the best one is shown."""
 IGNORED = -100
+COLUMNS = {"nats_per_byte_after": 3, "divergence_after": 3, "right_after": 2, "words_after": 0}
+"""Of held-out text; of the teacher's distribution, per byte; the share of right transitions; and different words."""
 
 
 class ByTokens(OPSDTrainer):
@@ -172,54 +171,29 @@ LOSSES: dict[str, tuple[type[OPSDTrainer], list[str]]] = {
 }
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """Means over seeds of each loss at its better rate, by the likelihood of held-out sentences."""
-    rows = []
-    for name in LOSSES:
-        by_rate = {rate: [one for one in lines if one["loss"] == name and one["rate"] == rate] for rate in RATES}
-        best = min(
-            (group for group in by_rate.values() if group),
-            key=lambda group: statistics.mean(one["nats_per_byte_after"] for one in group),
-            default=[],
-        )
-        if best:
-            mean = {key: statistics.mean(one[key] for one in best) for key in best[0] if key not in ("loss",)}
-            ends = [one["nats_per_byte_after"] for one in best]
-            rows.append(
-                f"| {name} | {mean['rate']:g} | {mean['divergence_after']:.3f} | {mean['right_after']:.2f} | "
-                f"{mean['nats_per_byte_after']:.3f} ({min(ends):.3f}–{max(ends):.3f}) | {mean['words_after']:.0f} |"
-            )
-    head = "| loss | rate | nats per byte to the teacher | right transitions | held-out nats per byte | words |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
+def trained(output: str, name: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+    """Trains once, with samples of the teacher in some or all steps where a loss says so."""
+    trainer, more = LOSSES[name]
+    samples = {"half": steps // 2, "all": steps}.get((more or [""])[-1], 0)
+    more = [str(samples) if one in ("half", "all") else one for one in more]
+    given = ["--output", output, "--steps", str(steps - samples), "--learning-rate", str(rate), "--seed", str(seed)]
+    found: dict[str, Any] = train.main([*given, *more], trainer)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
-    parser.add_argument("--losses", nargs="+", choices=list(LOSSES), default=list(LOSSES), metavar="NAME")
-    parser.add_argument("--output", type=Path, default=Path("out/cross_tokenizer"))
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / "results.jsonl"
-    torch.set_num_threads(1)
-    for seed in options.seeds:
-        for rate in options.rates:
-            for name in options.losses:
-                done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-                key = {"loss": name, "rate": rate, "seed": seed, "steps": options.steps}
-                if any(key.items() <= one.items() for one in done):
-                    continue
-                trainer, more = LOSSES[name]
-                samples = {"half": options.steps // 2, "all": options.steps}.get((more or [""])[-1], 0)
-                more = [str(samples) if one in ("half", "all") else one for one in more]
-                steps = str(options.steps - samples)
-                given = ["--output", str(options.output), "--steps", steps, "--learning-rate", str(rate)]
-                found = train.main([*given, "--seed", str(seed), *more], trainer)
-                with file.open("a") as out:
-                    out.write(json.dumps({**key, **found}) + "\n")
-    print(table([json.loads(line) for line in file.read_text().splitlines()]))
+    asked = options(
+        __doc__, seeds=[0, 1, 2], steps=80, rates=[1e-3, 3e-3], losses=list(LOSSES), output="out/cross_tokenizer"
+    )
+    file = f"{asked.output}/results.jsonl"
+    keys = (
+        {"loss": name, "rate": rate, "seed": seed, "steps": asked.steps}
+        for seed in asked.seeds
+        for rate in asked.rates
+        for name in asked.losses
+    )
+    studied(file, keys, partial(trained, asked.output))
+    print(summary(read(file), ["loss", "rate"], COLUMNS))
 
 
 if __name__ == "__main__":

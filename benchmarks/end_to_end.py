@@ -7,10 +7,10 @@
 
 Each training runs in a process of its own, TRL's and ours in turns, and begins with a step that does not count. Times
 are medians over steps and repeats: processor seconds, which other programs on the machine hardly change, and seconds by
-the wall clock. Tokens that enter a model, padding included, are counted per real token of prompts and completions; the
-last column is the share of these that the loss has. Both trainers must log the same losses, so that the work is the
-same. Lengths are lognormal ("ragged") or equal ("even") at about as many tokens; completions are recorded, or written
-with transformers by each trainer.
+the wall clock. Tokens that enter a model, padding included, are counted per real token of prompts and completions; so
+are those of the loss. Both trainers must log the same losses, so that the work is the
+same. Lengths are lognormal ("ragged") or equal ("even") at about as many tokens; --micro is rows of a micro-batch x
+micro-batches; completions are "recorded", or "written" with transformers by each trainer (--rollouts).
 """
 
 from __future__ import annotations
@@ -18,20 +18,33 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
-import json
-import os
+import re
 import statistics
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import wraps
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-import children
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+from common import device, options, qwen2, show
+from datasets import Dataset
+from peft import LoraConfig
+from support import tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.loop.step_stats import PhaseClock
+from trl_opsd.models.backbone import backbone_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = {
@@ -56,8 +69,6 @@ class Meter:
     """Seconds of each phase, without those of phases inside it, and tokens through each backbone."""
 
     def __init__(self) -> None:
-        from trl_opsd.loop.step_stats import PhaseClock
-
         self.wall, self.processor = PhaseClock(), PhaseClock(now=process_time)
         self.tokens: Counter[str] = Counter()
         self.steps: list[dict[str, Any]] = []
@@ -78,7 +89,6 @@ class Meter:
 
     def watch(self, model: Any, name: str, phase: str) -> None:
         """Times a model's backbone, and counts the tokens that enter it, padding included."""
-        from trl_opsd.models.backbone import backbone_of
 
         def count(module: Any, given: Any, embedded: Any) -> None:
             self.tokens[name] += embedded.shape[:-1].numel()
@@ -105,9 +115,6 @@ class Meter:
 
 def trainer_class(side: str, meter: Meter, recorded: dict[tuple[int, ...], list[int]] | None) -> type:
     """TRL's trainer or ours, with its phases timed; TRL's replays recorded completions."""
-    from trl import DistillationTrainer
-
-    from trl_opsd import FixedRollout, OPSDTrainer
 
     class Timed(OPSDTrainer if side == "ours" else DistillationTrainer):  # type: ignore[misc]
         pass
@@ -133,54 +140,24 @@ def trainer_class(side: str, meter: Meter, recorded: dict[tuple[int, ...], list[
 
 
 def make_model(args: argparse.Namespace, which: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
     if path := getattr(args, which):
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     width = args.width if which == "student" else 2 * args.width
-    config = Qwen2Config(
-        vocab_size=args.vocab,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=max(width // 64, 1),
-        num_key_value_heads=max(width // 128, 1),
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(SIDES.index("ours") if which == "teacher" else 0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    heads = {"heads": max(width // 64, 1), "num_key_value_heads": max(width // 128, 1)}
+    return qwen2(width, args.layers, args.vocab, seed=int(which == "teacher"), tie_word_embeddings=True, **heads)
 
 
-def make_tokenizer(args: argparse.Namespace) -> Any:
-    if args.student:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(args.student)
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support import tiny
-
-    return tiny.tokenizer()
-
-
-def lengths(kind: str, mean: int, rows: int, generator: Any) -> list[int]:
+def lengths(kind: str, mean: int, rows: int, generator: torch.Generator | None) -> list[int]:
     """Lengths of a mean of about `mean` and, if ragged, a standard deviation of about as much."""
-    import torch
-
     if kind == "even":
         return [mean] * rows
     drawn = torch.empty(rows).log_normal_(mean=-0.35, std=0.83, generator=generator)
-    return drawn.mul_(mean).clamp_(2, 8 * mean).int().tolist()
+    found: list[int] = drawn.mul_(mean).clamp_(2, 8 * mean).int().tolist()
+    return found
 
 
 def make_rows(args: argparse.Namespace, kind: str, rows: int, tokenizer: Any) -> tuple[list[str], dict[Any, list[int]]]:
     """Prompts out of a text, and a random completion for each, by the ids that the tokenizer gives the prompt."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     text = tokenizer((ROOT / "LICENSE").read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     wanted = lengths(kind, args.prompt_tokens, rows, generator)
@@ -197,16 +174,8 @@ def make_rows(args: argparse.Namespace, kind: str, rows: int, tokenizer: Any) ->
 
 def train(side: str, case: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
     """Trains for a few steps in this process, and says what each cost."""
-    import torch
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import TrainerCallback
-    from trl import DistillationConfig
-
-    from trl_opsd import FixedRollout, OPSDConfig
-
     rows, accumulation = map(int, case["micro"].split("x"))
-    tokenizer = make_tokenizer(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.student) if args.student else tiny.tokenizer()
     prompts, completions = make_rows(args, case["lengths"], rows * accumulation * (args.steps + 1), tokenizer)
     recorded = completions if case["rollouts"] == "recorded" else None
     meter = Meter()
@@ -215,37 +184,31 @@ def train(side: str, case: dict[str, str], args: argparse.Namespace) -> dict[str
     class Watch(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
             optimizer.step = meter.timed("optimizer", optimizer.step)
-            children.forget_peak()
+            Path("/proc/self/clear_refs").write_text("5")  # a new peak
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             meter.step_ends()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             cuda = torch.cuda.is_available() and not args.use_cpu
-            peaks["peak"] = torch.cuda.max_memory_allocated() if cuda else children.peak_bytes()
+            peaks["peak"] = torch.cuda.max_memory_allocated() if cuda else resident_peak()
 
     with tempfile.TemporaryDirectory() as folder:
-        options = {
-            "beta": BETAS[case["divergence"]],
-            "per_device_train_batch_size": rows,
-            "gradient_accumulation_steps": accumulation,
-            "max_steps": args.steps + 1,
-            "max_completion_length": max(map(len, completions.values())) if recorded else args.tokens,
-            "learning_rate": 1e-5,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "bf16": False,
-            "use_cpu": args.device == "cpu",
-            "gradient_checkpointing": False,
-        }
-        options |= parsed(args.common) | (parsed(args.option) if side == "ours" else {})
+        given = tiny.options(
+            folder,
+            beta=BETAS[case["divergence"]],
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=accumulation,
+            max_steps=args.steps + 1,
+            max_completion_length=max(map(len, completions.values())) if recorded else args.tokens,
+            learning_rate=1e-5,
+            use_cpu=args.device == "cpu",
+        )
+        given |= parsed(args.common) | (parsed(args.option) if side == "ours" else {})
         models = make_model(args, "student"), make_model(args, "teacher")
         trainer = trainer_class(side, meter, recorded)(
             *models,
-            args=(OPSDConfig if side == "ours" else DistillationConfig)(folder, **options),
+            args=(OPSDConfig if side == "ours" else DistillationConfig)(**given),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=tokenizer,
             peft_config=LoraConfig(r=16, target_modules="all-linear") if case["tuning"] == "lora" else None,
@@ -258,8 +221,14 @@ def train(side: str, case: dict[str, str], args: argparse.Namespace) -> dict[str
         meter.watch(trainer.accelerator.unwrap_model(trainer.model), "student", "forward")
         meter.watch(trainer.accelerator.unwrap_model(trainer.teacher_model), "teacher", "teach")
         trainer.train()
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"side": side, **case, "steps": meter.steps, "losses": logged, **peaks}
+    return {"side": side, **case, "steps": meter.steps, "losses": tiny.logged(trainer, "loss"), **peaks}
+
+
+def resident_peak() -> int:
+    """The largest resident size of this process, in bytes; `getrusage` would have that of its parent as well."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def parsed(options: list[str]) -> dict[str, Any]:
@@ -271,7 +240,7 @@ def parsed(options: list[str]) -> dict[str, Any]:
         except (SyntaxError, ValueError):
             return text
 
-    return {name: value(text) for name, _, text in (option.partition("=") for option in options)}
+    return {name: value(text) for name, _, text in (option.partition("=") for option in options) if name}
 
 
 # ---- All of them ----------------------------------------------------------------------------------------------------
@@ -286,12 +255,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for case in cases(args):
         runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-        for _ in range(args.repeats):
-            for side in SIDES:
-                child = json.dumps({"side": side, "case": case})
-                runs[side] += children.reports(__file__, *sys.argv[1:], "--child", child)
+        for side in SIDES * args.repeats:
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                runs[side].append(process.submit(train, side, case, args).result())
         found += summed_up(runs, args.tolerance)
-        print(".", end="", flush=True, file=sys.stderr)
     return found
 
 
@@ -329,53 +296,34 @@ _KINDS = ("processor", "wall")
 _median = statistics.median
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Processor seconds by phase, TRL's over each side's, peak memory, and tokens in models and loss per real token."""
-    heads = ["case", "side", *PHASES, "step", "vs TRL", "wall", "vs TRL", "peak MB", "student", "teacher", "loss"]
-    lines = [heads]
-    for row in rows:
-        processor, wall = row["processor"], row["wall"]
-        line = [" ".join(row[name] for name in CASE), row["side"]]
-        line += [f"{processor[name]:.2f}" for name in (*PHASES, "total")] + [f"{processor['over_trl']:.2f}x"]
-        line += [f"{wall['total']:.2f}", f"{wall['over_trl']:.2f}x", f"{row['peak'] / 1e6:.0f}"]
-        lines.append(line + [f"{row[f'{name}_tokens']:.2f}" for name in ("student", "teacher", "loss")])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", nargs="+", choices=("ragged", "even"), default=["ragged", "even"])
-    parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=["full", "lora"])
-    parser.add_argument("--divergence", nargs="+", choices=BETAS, default=["reverse_kl", "jsd"])
-    parser.add_argument("--micro", nargs="+", default=["2x8", "4x4"], help="rows of a micro-batch x micro-batches")
-    parser.add_argument("--rollouts", nargs="+", choices=("recorded", "written"), default=["recorded"])
-    parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="options of OPSDConfig")
-    parser.add_argument("--common", nargs="+", default=[], metavar="NAME=VALUE", help="options of both trainers")
-    parser.add_argument("--student", help="path of a student with its tokenizer; default: random weights")
-    parser.add_argument("--teacher", help="path of a teacher; default: random weights, twice the student's width")
-    parser.add_argument("--prompt-tokens", type=int, default=48, help="mean length of prompts")
-    parser.add_argument("--tokens", type=int, default=64, help="mean length of completions; of written ones the length")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: what transformers takes")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a training after the first")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of a loss")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args(given)
+    return options(
+        __doc__,
+        given,
+        lengths=["ragged", "even"],
+        tuning=["full", "lora"],
+        divergence=["reverse_kl", "jsd"],
+        micro=["2x8", "4x4"],
+        rollouts=["recorded"],
+        option=[""],
+        common=[""],
+        student="",
+        teacher="",
+        prompt_tokens=48,
+        tokens=64,
+        width=256,
+        layers=8,
+        vocab=32000,
+        device=device().type,
+        steps=3,
+        repeats=3,
+        tolerance=1e-5,
+    )
 
 
 def main() -> None:
     args = arguments()
-    if args.child:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        children.report(train(args.child["side"], args.child["case"], args))
-        return
-    rows = measure(args)
-    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    show(measure(args), args.json)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,27 @@
 """Measures the streamed loss beside TRL's and a dense one, in one process, on any device.
 
     python benchmarks/loss.py                                  # speed, memory, products and error
-    python benchmarks/loss.py --vocab 151936 --tokens 2048 --peak-only
+    python benchmarks/loss.py --vocab 151936 --tokens 2048 --peak-only --no-dense
 
 S is one product with the student's head, T one with the teacher's. Peaks are above the inputs and the head's gradient
 (understated where the peak comes before that gradient exists, as in the dense program: see its frozen head);
-errors are relative to the largest entry of the float64 oracle; times are medians over interleaved repeats.
+errors, of the value and of each gradient, are relative to the largest entry of the float64 oracle, on --error-tokens;
+times are medians over interleaved repeats. --no-dense leaves out the dense program, which may not fit.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import timing
 import torch
+from common import device, options, show
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
@@ -112,34 +110,9 @@ def products(program: Program, student: LazyLogits, teacher: LazyLogits) -> str:
 
 def peak_bytes(program: Program, student: LazyLogits, teacher: LazyLogits) -> int:
     """Peak of the bytes allocated during a step, without those of the head's gradient."""
-    gc.collect()
-    if student.hidden.device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
-        step(program, student, teacher)
-        peak = torch.accelerator.max_memory_allocated() - before
-    else:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step(program, student, teacher)
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        now = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            now += event.nbytes()
-            peak = max(peak, now)
     weight = student.head.weight
+    peak = timing.allocated(partial(step, program, student, teacher), weight.device)
     return peak - weight.requires_grad * weight.numel() * weight.element_size()
-
-
-def seconds(name: str, pair: tuple[LazyLogits, LazyLogits], repeats: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {program: [] for program in programs(name)}
-    for repeat in range(repeats + 1):
-        for program, run in programs(name).items():
-            start = time.perf_counter()
-            step(run, *pair)
-            if pair[0].hidden.is_cuda:
-                torch.cuda.synchronize()
-            times[program] += [time.perf_counter() - start] if repeat else []
-    return times
 
 
 def errors(name: str, args: argparse.Namespace, frozen: bool) -> dict[str, list[float]]:
@@ -167,54 +140,37 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for frozen in (False, True):
         pair = make_pair(args, args.tokens, frozen)
         for name in args.divergences:
-            error = {} if args.peak_only else errors(name, args, frozen)
-            times = {} if args.peak_only else seconds(name, pair, args.repeats)
-            for program, run in programs(name).items():
-                if program == "dense" and args.peak_only and not args.dense:
-                    continue
+            compared = {program: run for program, run in programs(name).items() if program != "dense" or args.dense}
+            if not args.peak_only:
+                error = errors(name, args, frozen)
+                runs = {program: partial(step, run, *pair) for program, run in compared.items()}
+                times = timing.in_turns(runs, pair[0].hidden.device, args.repeats)
+            for program, run in compared.items():
                 row = {"divergence": name, "head": "frozen" if frozen else "trainable", "program": program}
                 row["peak_bytes"] = peak_bytes(run, *pair)
                 if not args.peak_only:
                     row |= {"products": products(run, *pair), "seconds": statistics.median(times[program])}
-                    ratios = [theirs / ours for theirs, ours in zip(times["trl"], times[program], strict=True)]
-                    row |= {"speed_over_trl": statistics.median(ratios), "errors": error[program]}
+                    row |= {"speed_over_trl": timing.ratio(times["trl"], times[program]), "errors": error[program]}
                 rows.append(row)
-                print(".", end="", flush=True, file=sys.stderr)
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':33}{'peak MB':>9}{'/ TRL':>7}{'products':>10}{'seconds':>9}{'vs TRL':>8}   error: value, dh, dW"]
-    for row in rows:
-        same = [
-            r for r in rows if (r["divergence"], r["head"], r["program"]) == (row["divergence"], row["head"], "trl")
-        ]
-        line = f"{row['divergence']:11}{row['head']:11}{row['program']:11}{row['peak_bytes'] / 1e6:9.1f}"
-        line += f"{row['peak_bytes'] / same[0]['peak_bytes']:7.2f}"
-        if "seconds" in row:
-            line += f"{row['products']:>10}{row['seconds']:9.3f}{row['speed_over_trl']:7.2f}x   "
-            line += ", ".join(f"{error:.0e}" for error in row["errors"])
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--student-width", type=int, default=896)
-    parser.add_argument("--teacher-width", type=int, default=1536)
-    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--divergences", nargs="+", choices=DIVERGENCES, default=list(DIVERGENCES))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--error-tokens", type=int, default=32, help="tokens on which errors are measured")
-    parser.add_argument("--peak-only", action="store_true", help="measure memory and nothing else")
-    parser.add_argument("--dense", action="store_true", help="with --peak-only: the dense program too, if it fits")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
-    args = parser.parse_args()
-    rows = measure(args)
-    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    args = options(
+        __doc__,
+        tokens=512,
+        vocab=32000,
+        student_width=896,
+        teacher_width=1536,
+        dtype=torch.float32,
+        device=device(),
+        divergences=list(DIVERGENCES),
+        repeats=5,
+        error_tokens=32,
+        peak_only=False,
+        dense=True,
+    )
+    show(measure(args), args.json)
 
 
 if __name__ == "__main__":

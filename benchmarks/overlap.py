@@ -4,19 +4,18 @@
     python benchmarks/overlap.py --teacher apart --picture overlap.png
 
 A rollout, a teacher and a student of given speeds: what they take is slept, on top of a tiny model's own time, so the
-figures are those of the trainer's schedule on any machine. Completions have lognormal lengths, and each is written in a
-time proportional to its own, all at once, as by an engine on a device of its own. The teacher reads and the student
-learns in times proportional to the tokens, which add up to --teach and --learn seconds for the rows of a step. A
-teacher "here" reads when it is asked for its targets; one "apart" begins when it is told of a row, and reads row by
-row. Runs alternate; seconds are medians over their steps, without the first of each.
+figures are those of the trainer's schedule on any machine. Completions have lognormal lengths of --mean tokens. Each is
+written in a time proportional to its own, the longest in --rollout seconds, all at once, as by an engine on a device of
+its own. The teacher reads and the student learns in times proportional to the tokens, which add up to --teach and
+--learn seconds for the rows of a step. A teacher "here" reads when it is asked for its targets; one "apart" begins when
+it is told of a row, and reads row by row. Runs alternate; seconds are medians over their steps, without the first.
 
-The last column is the step divided by max(rollout, teach + learn), which no schedule with two devices can go below.
+"ratio" is the step divided by max(rollout, teach + learn), which no schedule with two devices can go below.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
+from common import options, show
 from datasets import Dataset
 from support import tiny
 from transformers import TrainerCallback
@@ -209,20 +209,7 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The figures as a table in Markdown."""
-    lines = [
-        "| step | seconds | first learns at | last row at | ends at | ÷ max(rollout, teach + learn) |",
-        "|---" * 6 + "|",
-    ]
-    for row in rows:
-        low, high = row["range"]
-        times = " | ".join(f"{row[name]:.2f}" for name in ("first_backward", "last_row", "end"))
-        lines.append(f"| {row['step']} | {row['seconds']:.2f} ({low:.2f}–{high:.2f}) | {times} | {row['ratio']:.2f} |")
-    return "\n".join(lines)
-
-
-def picture(rows: list[dict[str, Any]], path: Path) -> None:
+def picture(rows: list[dict[str, Any]], path: str) -> None:
     """Draws who is busy when in a step of each kind."""
     from matplotlib.figure import Figure
 
@@ -244,25 +231,25 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=64, help="rows of a step")
-    parser.add_argument("--at-once", type=int, default=2, help="rows of a micro-batch")
-    parser.add_argument("--mean", type=float, default=40.0, help="mean tokens of a completion")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of its tokens")
-    parser.add_argument("--rollout", type=float, default=4.0, help="seconds of the longest row")
-    parser.add_argument("--teach", type=float, default=1.0, help="seconds of the teacher, for all rows")
-    parser.add_argument("--learn", type=float, default=2.0, help="seconds of the student, for all rows")
-    parser.add_argument("--teacher", choices=("here", "apart"), default="here")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    asked = options(
+        __doc__,
+        rows=64,
+        at_once=2,
+        mean=40.0,
+        sigma=0.8,
+        rollout=4.0,
+        teach=1.0,
+        learn=2.0,
+        teacher="here",
+        steps=3,
+        repeats=2,
+        picture="",
+    )
     torch.set_num_threads(1)  # the models are tiny
     rows = measure(asked)
-    if asked.picture is not None:
+    if asked.picture:
         picture(rows, asked.picture)
-    print(json.dumps(rows, indent=1) if asked.json else table(rows))
+    show([{name: one for name, one in row.items() if name != "spans"} for row in rows], asked.json)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/rollout.py --width 896 --layers 24 --heads 14 --key-value-heads 2 --vocab 151936 --dtype bfloat16
 
 "trl" is `generate` as TRL calls it, "ours" is `HFRollout`, "compiled" the same with `compile=True` (measured on an
-accelerator, or with --compiled), "vllm" is left out where it cannot be imported. All sample at temperature 1.
+accelerator, or with --compiled), "vllm" is left out where it is not installed. All sample at temperature 1.
 
 Every engine generates the same lengths: all equal to --tokens ("even"), or geometric with a mean of an eighth of it,
 capped there ("ragged"). For the engines of `transformers` a logits processor masks the end token before that length and
@@ -17,21 +17,23 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import timing
 import torch
+from common import device, options, qwen2, show
 from support.lone_host import LoneHost
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, Qwen2Config
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
 from trl_opsd import HFRollout
@@ -63,21 +65,10 @@ class WantedLength(LogitsProcessor):
 
 
 def make_model(args: argparse.Namespace) -> Any:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=4 * args.width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.key_value_heads,
-        max_position_embeddings=args.prompt_tokens + args.tokens,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END,
-    )
-    with torch.device(args.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=args.dtype).eval()
+    shape = {"num_key_value_heads": args.key_value_heads, "tie_word_embeddings": True}
+    shape |= {"bos_token_id": None, "eos_token_id": END, "pad_token_id": None}
+    model: Any = qwen2(args.width, args.layers, args.vocab, heads=args.heads, dtype=args.dtype, on=args.device, **shape)
+    model.eval()
     processors = model._get_logits_processor
     ends = LogitsProcessorList([WantedLength(args.prompt_tokens)])
     model._get_logits_processor = lambda *given, **options: LogitsProcessorList([*processors(*given, **options), *ends])
@@ -141,7 +132,7 @@ def make_vllm(model: Any, args: argparse.Namespace) -> Engine:
             max_model_len=args.prompt_tokens + args.tokens,
             gpu_memory_utilization=0.5,
             enable_prefix_caching=False,
-            enforce_eager=args.device == "cpu",
+            enforce_eager=torch.device(args.device).type == "cpu",
             disable_log_stats=True,
         )
 
@@ -182,56 +173,34 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     seconds = timed(engine, prompt_ids, wanted)
                     counts[name] = sum(decoded)
                     times[name] += [seconds] if repeat else []
-            for name in candidates:
-                ratios = [trl / mine for trl, mine in zip(times["trl"], times[name], strict=True)]
-                row = {"batch": batch, "lengths": lengths, "engine": name}
-                row["tokens_per_second"] = sum(wanted) / statistics.median(times[name])
-                row["speed_over_trl"] = statistics.median(ratios)
+            for name, spent in times.items():
+                row: dict[str, Any] = {"batch": batch, "lengths": lengths, "engine": name}
+                row["tokens_per_second"] = sum(wanted) / statistics.median(spent)
+                row["speed_over_trl"] = timing.ratio(times["trl"], spent)
                 row["rows_per_token"] = counts[name] / sum(wanted) if counts[name] else None
                 rows.append(row)
-                print(".", end="", flush=True, file=sys.stderr)
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'batch':>5} {'lengths':8}{'engine':10}{'tokens/s':>10}{'vs TRL':>9}{'rows per token':>16}"]
-    for row in rows:
-        count = "-" if row["rows_per_token"] is None else f"{row['rows_per_token']:.2f}"
-        line = f"{row['batch']:5} {row['lengths']:8}{row['engine']:10}{row['tokens_per_second']:10.0f}"
-        lines.append(f"{line}{row['speed_over_trl']:8.2f}x{count:>16}")
-    return "\n".join(lines)
-
-
-def has_vllm() -> bool:
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--tokens", type=int, default=128, help="the longest completion")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--key-value-heads", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, help="default: on an accelerator")
-    parser.add_argument("--vllm", action=argparse.BooleanOptionalAction, help="default: where it can be imported")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
-    args = parser.parse_args()
-    args.compiled = args.device != "cpu" if args.compiled is None else args.compiled
-    args.vllm = has_vllm() if args.vllm is None else args.vllm
+    args = options(
+        __doc__,
+        batches=[1, 8, 64],
+        tokens=128,
+        prompt_tokens=32,
+        width=256,
+        layers=6,
+        heads=4,
+        key_value_heads=2,
+        vocab=32000,
+        dtype=torch.float32,
+        device=device(),
+        repeats=3,
+        compiled=device().type != "cpu",
+        vllm=find_spec("vllm") is not None,
+    )
     logging.set_verbosity_error()
-    rows = measure(args)
-    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    show(measure(args), args.json)
 
 
 if __name__ == "__main__":

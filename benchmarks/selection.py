@@ -11,21 +11,24 @@ medians over interleaved repeats, relative to those of all tokens.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import timing
 import torch
+from common import device, options, qwen2, show
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support import tiny
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
@@ -103,24 +106,21 @@ def of_loss(args: argparse.Namespace) -> list[dict[str, Any]]:
     for frozen in (False, True):
         batch = Batch(args, frozen)
         counted = {one: flops(partial(batch.learn, one)) for one in CRITERIA}
-        seconds: dict[str | None, list[float]] = {one: [] for one in CRITERIA}
-        for repeat in range(args.repeats + 1):
-            for one in CRITERIA:
-                taken = timing.once(partial(batch.learn, one), batch.device)
-                seconds[one] += [taken] if repeat else []
+        learning = {one: partial(batch.learn, one) for one in CRITERIA}
+        seconds = timing.in_turns(learning, batch.device, args.repeats)
         what = "head frozen" if frozen else "head trained"
         rows += [row(f"loss, {what}", one, seconds, flops=counted[one] / counted[None]) for one in CRITERIA]
     return rows
 
 
 def row(what: str, criterion: str | None, seconds: dict[Any, list[float]], **more: Any) -> dict[str, Any]:
-    relative = [mine / all_ for mine, all_ in zip(seconds[criterion], seconds[None], strict=True)]
+    relative = timing.ratio(seconds[criterion], seconds[None])
     return {
         "what": what,
         "criterion": criterion or "all tokens",
         **more,
         "seconds": statistics.median(seconds[criterion]),
-        "relative": statistics.median(relative),
+        "relative": relative,
     }
 
 
@@ -138,90 +138,48 @@ def of_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def step_times(args: argparse.Namespace, criterion: str | None) -> list[float]:
     """Seconds of each step but the first."""
-    generator = torch.Generator().manual_seed(0)
-    words = tokenizer(args.vocab)
-    length = args.tokens // args.rows
-    number = args.rows * (args.steps + 1)
-    drawn = torch.randint(3, args.vocab, (number, args.prompt_tokens + length), generator=generator).tolist()
-    prompts = [" ".join(map(str, ids[: args.prompt_tokens])) for ids in drawn]
-    written = {tuple(ids[: args.prompt_tokens]): ids[args.prompt_tokens :] for ids in drawn}
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = OPSDTrainer(
-            model(args, args.student_width, 0),
-            model(args, args.teacher_width, 1),
-            OPSDConfig(
-                folder,
-                per_device_train_batch_size=args.rows,
-                max_steps=args.steps + 1,
-                max_completion_length=length,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                bf16=False,
-                use_cpu=args.device == "cpu",
-                gradient_checkpointing=False,
-                methods=criterion and {"token_selection": {"criterion": criterion, "fraction": args.fraction}},
-            ),
-            Dataset.from_dict({"prompt": prompts}),
-            processing_class=words,
-            rollout=FixedRollout(written),
-        )
-        trainer.train()
-    return [entry["step_time"] for entry in trainer.state.log_history if "step_time" in entry][1:]
-
-
-def model(args: argparse.Namespace, width: int, seed: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=args.vocab,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=width // 32,
-        num_key_value_heads=width // 32,
-        max_position_embeddings=4096,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
+    generator, words = torch.Generator().manual_seed(0), tiny.tokenizer()
+    length, number = args.tokens // args.rows, args.rows * (args.steps + 1)
+    prompts = [f"{row:0{args.prompt_tokens}}" for row in range(number)]
+    drawn = torch.randint(3, args.vocab, (number, length), generator=generator).tolist()
+    written = dict(zip(map(tuple, words(prompts)["input_ids"]), drawn, strict=True))
+    student, teacher = (
+        qwen2(width, args.layers, args.vocab, heads=width // 32, seed=seed)
+        for seed, width in enumerate((args.student_width, args.teacher_width))
     )
-    return Qwen2ForCausalLM(config)
-
-
-def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Each number is a word."""
-    words = {"<s>": 0, "</s>": 1, "<pad>": 2, **{str(number): number for number in range(3, vocabulary)}}
-    plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':20}{'':20}{'head FLOPs':>12}{'seconds':>10}{'relative':>10}"]
-    for one in rows:
-        counted = f"{one['flops']:.3f}" if "flops" in one else ""
-        lines.append(f"{one['what']:20}{one['criterion']:20}{counted:>12}{one['seconds']:10.3f}{one['relative']:10.2f}")
-    return "\n".join(lines)
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny.config(
+            folder,
+            per_device_train_batch_size=args.rows,
+            max_steps=args.steps + 1,
+            max_completion_length=length,
+            use_cpu=torch.device(args.device).type == "cpu",
+            methods=criterion and {"token_selection": {"criterion": criterion, "fraction": args.fraction}},
+        )
+        rows = Dataset.from_dict({"prompt": prompts})
+        given = {"processing_class": words, "rollout": FixedRollout(written)}
+        trainer = OPSDTrainer(student, teacher, config, rows, **given)
+        trainer.train()
+    return tiny.logged(trainer, "step_time")[1:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fraction", type=float, default=0.3)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of all completions")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--student-width", type=int, default=512)
-    parser.add_argument("--teacher-width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="whole steps of a training; 0 for none")
-    parser.add_argument("--step-repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
-    args = parser.parse_args()
-    rows = of_loss(args) + (of_steps(args) if args.steps else [])
-    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    args = options(
+        __doc__,
+        fraction=0.3,
+        rows=4,
+        tokens=512,
+        prompt_tokens=32,
+        vocab=32000,
+        student_width=512,
+        teacher_width=512,
+        layers=4,
+        repeats=5,
+        steps=4,
+        step_repeats=3,
+        device=device(),
+    )
+    show(of_loss(args) + (of_steps(args) if args.steps else []), args.json)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@
     python benchmarks/shared_prefix.py --model 7B --dtype bfloat16 --layers 0 --shared 2000
 
 Each of 8 rows has 50 to 200 tokens of its own after the shared ones. "first" is the step that reads the prefix, "later"
-one that has it kept. Models are those of `teacher.py`; the rows of a step differ from those of the step before.
+one that has it kept, in --gigabytes at most. Models are those of `teacher.py`; the rows of a step differ from those of
+the step before.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from typing import Any
 
 import torch
+from common import device, options, show
 from teacher import PLACEMENTS, SHAPES, make_model
 from timing import once
 
@@ -73,36 +74,11 @@ def measure(args: argparse.Namespace, shared: int, placement: str) -> dict[str, 
     }
 
 
-def line(found: dict[str, Any]) -> str:
-    tokens, seconds = found["tokens"], found["seconds"]
-    each = "".join(f"{tokens[name]:9}{seconds[name]:8.3f}" for name in ("whole", "first", "later"))
-    ratio = seconds["whole"] / seconds["later"]
-    ends = f"{ratio:7.1f}x{found['kept_bytes'] / 1e6:9.1f}  {found['distance']:.1e}"
-    return f"{found['shared']:6}  {found['placement']:7}{each}{ends}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="small")
-    parser.add_argument("--layers", type=int, default=4, help="layers; 0 for the model's own number")
-    parser.add_argument("--shared", type=int, nargs="+", default=[200, 2000, 8000], help="tokens that all rows share")
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="limit of what is kept")
-    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
-    args = parser.parse_args()
-    if not args.json:
-        heads = "".join(f"{f'{name}: tok':>9}{'s':>8}" for name in ("whole", "first", "later"))
-        print(f"{'shared':6}  {'kept':7}{heads}{'faster':>8}{'MB':>9}  distance")
-    results = []
-    for shared in args.shared:
-        for placement in ("none", "stream"):
-            results.append(measure(args, shared, placement))
-            if not args.json:
-                print(line(results[-1]), flush=True)
-    if args.json:
-        print(json.dumps(results, indent=2))
+    args = options(
+        __doc__, model="small", layers=4, shared=[200, 2000, 8000], gigabytes=4.0, dtype=torch.float32, device=device()
+    )
+    show([measure(args, shared, placement) for shared in args.shared for placement in ("none", "stream")], args.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ processes and of the passes of one optimizer step, in bytes; the two processes r
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from accelerate.utils import gather_object
+from common import options, show
 from datasets import Dataset
 from support import forks, tiny
 from torch import Tensor
@@ -76,19 +76,14 @@ def measured(folder: Path, given: argparse.Namespace, processes: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"tokens": 2048, "width": 128, "layers": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true", help="print the bytes as JSON")
-    given = parser.parse_args()
+    given = options(__doc__, tokens=2048, width=128, layers=4)
     sizes = {"num_hidden_layers": given.layers, "max_position_embeddings": given.tokens + 64}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tiny.qwen2(given.width, seed=0, **sizes).save_pretrained(folder / "student")
         tiny.qwen2(given.width, seed=1, **sizes).save_pretrained(folder / "teacher")
         two = forks.launch("sp_cpu", measured, folder, given, 2)[0]
-        found = {"tokens": given.tokens, "one_process": measured(folder, given, 1), "two_processes": two}
-    print(json.dumps(found, indent=2) if given.json else "\n".join(f"{name:15} {one:,}" for name, one in found.items()))
+        show([{"tokens": given.tokens, "one_process": measured(folder, given, 1), "two_processes": two}], given.json)
 
 
 if __name__ == "__main__":

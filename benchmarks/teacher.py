@@ -4,25 +4,23 @@
     python benchmarks/teacher.py --model 7B --dtype bfloat16 --rows 64 --length 2048
 
 One optimizer step reads `rows` rows of `length` tokens once, whatever the number of accumulation steps. Models are
-Qwen2.5-shaped with random weights. Times are medians over interleaved repeats. On a CPU the "device" is the host, but
-weights are copied to separate buffers as well; accelerate's hooks, which would copy nothing there, get weights that are
-copied on access.
+Qwen2.5-shaped with random weights; --layers 0 are the model's own, and --pass-bytes limit the activations of a pass.
+Times are medians over interleaved repeats. On a CPU the "device" is the host, but weights are copied to separate
+buffers as well; accelerate's hooks, which would copy nothing there, get weights that are copied on access.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate import cpu_offload
-from timing import once
+from common import device, options, qwen2, show, table
+from timing import allocated, in_turns, ratio
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.teacher import FrozenTeacher, Resident
@@ -58,19 +56,10 @@ class CopiedOnAccess(Mapping):
 
 def make_model(args: argparse.Namespace) -> Any:
     hidden, inner, layers, heads, key_values, vocabulary, tied = SHAPES[args.model]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=args.layers or layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_values,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=max(4096, args.length),
-    )
-    torch.manual_seed(0)
-    with args.device:
-        return AutoModelForCausalLM.from_config(config, dtype=args.dtype).eval().requires_grad_(False)
+    shape = {"intermediate_size": inner, "num_key_value_heads": key_values, "tie_word_embeddings": tied}
+    shape |= {"max_position_embeddings": max(4096, args.length)}
+    made = qwen2(hidden, args.layers or layers, vocabulary, heads=heads, dtype=args.dtype, on=args.device, **shape)
+    return made.eval().requires_grad_(False)
 
 
 def make_rollout(args: argparse.Namespace) -> Rollout:
@@ -125,27 +114,12 @@ def placed(
     return lambda: teacher.targets(rollout).hidden, meter
 
 
-def activation_bytes(read: Callable[[], Tensor]) -> int | None:
-    """Peak of the bytes allocated in one reading with resident weights, on a CPU."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        read()
-    now = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     rollout = make_rollout(args)
     programs = {name: placed(name, args, rollout) for name in PLACEMENTS} | {"accelerate": hooked(args, rollout)}
     outputs = {name: read() for name, (read, _) in programs.items()}
     before = {name: meter()["moved"] for name, (_, meter) in programs.items()}
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(args.repeats):
-        for name, (read, _) in programs.items():
-            times[name].append(once(read, args.device))
+    times = in_turns({name: read for name, (read, _) in programs.items()}, args.device, args.repeats, warm_ups=0)
     model = make_model(args)
     parts = parts_of(model)
     rows = max(1, args.pass_bytes // (args.length * bytes_per_token(model, args.length)))
@@ -163,56 +137,36 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             | {
                 "moved": (meter()["moved"] - before[name]) // args.repeats,
                 "seconds": statistics.median(times[name]),
-                "over_none": statistics.median(a / b for a, b in zip(times[name], times["none"], strict=True)),
+                "over_none": ratio(times[name], times["none"]),
                 "equal": torch.equal(outputs[name], outputs["none"]),
             }
             for name, (_, meter) in programs.items()
         },
     }
     if args.device.type == "cpu":
-        result["activation_bytes"] = activation_bytes(programs["none"][0]) - outputs["none"].nbytes
+        result["activation_bytes"] = allocated(programs["none"][0], args.device) - outputs["none"].nbytes
         result["activation_estimate"] = args.pass_bytes * min(rows, args.rows) // rows
     return result
 
 
-def table(result: dict[str, Any]) -> str:
-    """MB and seconds for one optimizer step."""
-    megabytes = {name: result[f"{name}_bytes"] / 1e6 for name in ("model", "layer", "head")}
-    lines = [
-        "  ".join(f"{name} {size:.1f} MB" for name, size in megabytes.items())
-        + f"  {result['passes']} passes of {result['tokens_per_pass']} tokens",
-        f"targets {result['target_bytes_per_token']} bytes per token, logits {result['logit_bytes_per_token']}: "
-        f"{result['logit_bytes_per_token'] / result['target_bytes_per_token']:.1f}x",
-        f"{'':12}{'between MB':>11}{'during MB':>11}{'moved MB':>10}{'s / pass':>10}{'vs none':>9}  bit-equal",
-    ]
-    for name, row in result["placements"].items():
-        sizes = "".join(f"{row[key] / 1e6:{wide}.1f}" for key, wide in (("between", 11), ("during", 11), ("moved", 10)))
-        lines.append(
-            f"{name:12}{sizes}{row['seconds'] / result['passes']:10.3f}{row['over_none']:8.2f}x  {row['equal']}"
-        )
-    if "activation_bytes" in result:
-        measured, estimated = result["activation_bytes"] / 1e6, result["activation_estimate"] / 1e6
-        lines.append(f"activations of a pass {measured:.1f} MB, estimated {estimated:.1f} MB")
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="small")
-    parser.add_argument("--layers", type=int, help="layers, if not the model's own number")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a generation batch")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row, half of them completion")
-    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
-    parser.add_argument(
-        "--pass-bytes", type=int, default=PASS_BYTES, help="memory limit for the activations of a pass, in bytes"
+    args = options(
+        __doc__,
+        model="small",
+        layers=0,
+        rows=8,
+        length=128,
+        dtype=torch.float32,
+        pass_bytes=PASS_BYTES,
+        repeats=5,
+        device=device(),
     )
-    parser.add_argument("--repeats", type=int, default=5)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    args = parser.parse_args()
-    result = measure(args)
-    print(json.dumps(result, indent=2) if args.json else table(result))
+    found = measure(args)
+    if args.json:
+        show([found], args.json)
+        return
+    rows = [{"placement": name, **one} for name, one in found.pop("placements").items()]
+    print(found, table(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -88,20 +88,26 @@ def test_python_blocks_name_options_and_arguments_that_exist():
     assert [one for one in calls if one[2] not in known[one[1]]] == []
 
 
+def present(page: Path) -> str:
+    """A page without the scripts of earlier commits, as in "at commit 0123abcd by `python benchmarks/a.py --b 1`"."""
+    return re.sub(r"(?<=commit )[0-9a-f]{8} by (`[^`]*`|\S+)", "", page.read_text(encoding="utf-8"))
+
+
 def test_files_named_on_a_page_exist():
     path = re.compile(r"(?<![\w/.])(?:benchmarks|examples|requirements|tests|tools|trl_opsd)/[\w/]*(?:\.\w+)?")
-    named = {
-        (page.name, found) for page in [*PAGES, *NOTES] for found in path.findall(page.read_text(encoding="utf-8"))
-    }
+    named = {(page.name, found) for page in [*PAGES, *NOTES] for found in path.findall(present(page))}
     assert len(named) > 100
     metrics = {"tools/call_frequency", "tools/failure_frequency"}  # of TRL
     assert [(page, found) for page, found in named if found not in metrics and not (ROOT / found).exists()] == []
 
 
 def test_flags_given_on_a_page_are_flags_of_the_script():
-    text = "\n".join(re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8")) for page in [*PAGES, *NOTES])
+    text = "\n".join(re.sub(r"\\\n\s*", "", present(page)) for page in [*PAGES, *NOTES])
     for script, given in re.findall(r"((?:benchmarks|examples|tests|tools)/[\w/]+\.py)((?: [^`|#\n]*)?)", text):
         source = (ROOT / script).read_text(encoding="utf-8")
         flags = re.findall(r"--([\w-]+)", given)
         parsed = OF_TRAIN if script == "examples/train.py" else set()
+        for call in ast.walk(ast.parse(source)):  # of `benchmarks/common.py`
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "options":
+                parsed |= {(one.arg or "").replace("_", "-") for one in call.keywords}
         assert [flag for flag in flags if f'"--{flag}"' not in source and flag not in parsed] == [], script

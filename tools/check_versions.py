@@ -12,19 +12,30 @@ from __future__ import annotations
 import argparse
 import configparser
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from check_wheel import REPOSITORY, WITH_LIBRARIES, WITH_VLLM, build
+from check_wheel import REPOSITORY, build, copy
 from lock import ABSENT, engine_requirements
 from packaging.requirements import Requirement
 
+WITH_LIBRARIES = """
+import pathlib, sys
+import trl_opsd
+assert pathlib.Path(trl_opsd.__file__).is_relative_to(sys.prefix), trl_opsd.__file__
+for name in trl_opsd.__all__:
+    getattr(trl_opsd, name)
+from importlib.resources import files
+assert (files("trl_opsd") / "accelerate_configs" / "zero3.yaml").is_file()
+assert (files("trl_opsd") / "report" / "template" / "page.html").is_file()
+import trl_opsd._compat.deepspeed
+print("imported from the wheel:", *trl_opsd.__all__)
+"""
+WITH_VLLM = "import trl_opsd._compat.vllm.engine"
 TESTS = (
     "tests/contract",
     "tests/distributed/test_strategies.py",
@@ -75,11 +86,9 @@ def main() -> None:
         ]
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
-        copy_test_files(Path(folder, "beside"))
-        found = {each.name: outcome(each, Path(folder), wheel) for each in environments}
-    print(*(f"{name}: {counts}" for name, (_, counts) in found.items()), sep="\n")
-    if not all(passed for passed, _ in found.values()):
-        raise SystemExit(1)
+        copy(BESIDE, REPOSITORY, Path(folder, "beside"))
+        failed = [each.name for each in environments if not passes(each, Path(folder), wheel)]
+    raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 def wanted(extra: str = "") -> list[Requirement]:
@@ -96,18 +105,8 @@ def lower_bounds() -> list[str]:
     return [f"{one.name}=={bound.version}" for one in bounded for bound in one.specifier if bound.operator == ">="]
 
 
-def copy_test_files(folder: Path) -> None:
-    """Copies `BESIDE`, without the bytecode of earlier runs."""
-    folder.mkdir()
-    for name in BESIDE:
-        if (source := REPOSITORY / name).is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, folder)
-
-
-def outcome(made_of: Environment, folder: Path, wheel: Path) -> tuple[bool, str]:
-    """Whether one environment passes, and pytest's counts or the command that failed before."""
+def passes(made_of: Environment, folder: Path, wheel: Path) -> bool:
+    """Whether everything can be installed and imported in one environment, and the tests pass."""
     environment, start = folder / "environment", time.monotonic()
 
     def say(what: str) -> None:
@@ -131,11 +130,14 @@ def outcome(made_of: Environment, folder: Path, wheel: Path) -> tuple[bool, str]
         call(python, "-I", "-c", WITH_LIBRARIES + (WITH_VLLM if made_of.engine else ""))
         call(environment / "bin" / "trl-opsd", "--help")
     except subprocess.CalledProcessError as error:
-        return False, f"failed: {' '.join(map(str, error.cmd))[:200]}"
+        say(f"failed: {' '.join(map(str, error.cmd))[:200]}")
+        return False
     say("testing")
-    passed, counts = run_tests(python, made_of.tests, folder / "beside")
-    say(counts)
-    return passed, counts
+    # files run in parallel, as in `make test`
+    command = [python, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", *made_of.tests]
+    path = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # ninja and accelerate are started by name
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET | {"PATH": path}
+    return subprocess.run(command, cwd=folder / "beside", env=env).returncode == 0
 
 
 def call(*command: object) -> None:
@@ -143,18 +145,5 @@ def call(*command: object) -> None:
     subprocess.run([*map(str, command)], check=True, cwd=tempfile.gettempdir())
 
 
-def run_tests(python: Path, tests: tuple[str, ...], beside: Path) -> tuple[bool, str]:
-    """Whether the tests pass, and pytest's last line; files run in parallel, as in `make test`."""
-    command = [python, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", *tests]
-    path = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # ninja and accelerate are started by name
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET | {"PATH": path}
-    last = ""
-    with subprocess.Popen(command, cwd=beside, env=env, stdout=subprocess.PIPE, text=True) as running:
-        for line in running.stdout or ():
-            print(line, end="", flush=True)
-            last = line.strip() or last
-    return running.returncode == 0, last
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,10 +1,9 @@
-"""Builds the wheel and uses it as users do: as an index shows it, alone, beside the locked libraries, and as `pip`
-installs it today.
+"""Builds the wheel and uses it as users do: as an index shows it, and as `pip` installs it today.
 
-The last is an empty environment with the newest of everything but torch (of which an index may serve a CPU build in the
-locked version alone), first without extras: README's code trains there, on toys, and the command takes its one step.
-Then with the small extras; what imports the large ones, vLLM and DeepSpeed, is imported beside the locked libraries,
-and that all extras can be installed together is resolved, for each Python, as well as each lower bound beside them.
+The latter is an empty environment with the newest of everything but torch (of which an index may serve a CPU build in
+the locked version alone), first without extras: README's code trains there, on toys, and the command takes its one
+step. Then with the small extras. That all extras can be installed together is resolved, for each Python, as well as
+each lower bound beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import venv
 import zipfile
@@ -28,27 +26,6 @@ PACKAGING = REPOSITORY / ".packaging"
 PYTHONS = ("3.11", "3.12", "3.13")
 RESOLVED = ("torch", "transformers", "trl", "vllm", "deepspeed", "torchao", "compressed-tensors")
 
-ALONE = """
-import pathlib, sys
-before = set(sys.modules)
-import trl_opsd
-assert pathlib.Path(trl_opsd.__file__).is_relative_to(sys.prefix), trl_opsd.__file__
-foreign = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names - {"trl_opsd"}
-assert not foreign, f"a bare import needs more than the standard library: {foreign}"
-"""
-WITH_LIBRARIES = """
-import pathlib, sys
-import trl_opsd
-assert pathlib.Path(trl_opsd.__file__).is_relative_to(sys.prefix), trl_opsd.__file__
-for name in trl_opsd.__all__:
-    getattr(trl_opsd, name)
-from importlib.resources import files
-assert (files("trl_opsd") / "accelerate_configs" / "zero3.yaml").is_file()
-assert (files("trl_opsd") / "report" / "template" / "page.html").is_file()
-import trl_opsd._compat.deepspeed
-print("imported from the wheel:", *trl_opsd.__all__)
-"""
-WITH_VLLM = "import trl_opsd._compat.vllm.engine"
 README = """
 import datasets, importlib.metadata, importlib.util, pathlib, re, sys
 sys.path.append(sys.argv[1] + "/tests")
@@ -87,15 +64,6 @@ def main() -> None:
         check_contents(wheel)
         check_page(wheel)
         check_extras(wheel)
-        clean = Path(folder, "clean")
-        venv.create(clean, with_pip=False)
-        python = clean / "bin" / "python"
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-        run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, at=folder)
-        run(python, "-I", "-c", ALONE, at=folder)
-        packages = next(clean.glob("lib/python*/site-packages"))
-        (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        run(python, "-I", "-c", WITH_LIBRARIES + WITH_VLLM, at=folder)
         pip = check_installed(wheel, Path(folder))
         run(*pip, "install", "-q", f"{wheel}[server,images]", at=folder)
         run(pip[0], "-I", "-c", WITH_SMALL_EXTRAS, at=folder)
@@ -160,16 +128,21 @@ def check_extras(wheel: Path) -> None:
 
 def build(folder: Path, repository: Path = REPOSITORY) -> Path:
     """Builds both archives from a copy, so that no stale `build/` is used, and the wheel from the source archive."""
-    copy = folder / "source"
-    copy.mkdir()
-    for name in SOURCES:
-        if (source := repository / name).is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, copy)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", copy, at=folder, quiet=True)
-    (wheel,) = (folder / "dist").glob("*.whl")
+    source, dist = folder / "source", folder / "dist"
+    copy(SOURCES, repository, source)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, source, at=folder, quiet=True)
+    (wheel,) = dist.glob("*.whl")
     return wheel
+
+
+def copy(names: tuple[str, ...], repository: Path, folder: Path) -> None:
+    """Copies files and folders of a repository, without the bytecode of earlier runs."""
+    folder.mkdir()
+    for name in names:
+        if (source := repository / name).is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder)
 
 
 def check_contents(wheel: Path) -> None:

@@ -1,22 +1,19 @@
-"""Tries every causal language model family of the installed transformers as student and teacher; writes a table.
+"""Tries every causal language model family of the installed transformers as student and teacher; prints a table.
 
-    python tools/families.py                       # all of them, about a quarter of an hour; rewrites its page
-    python tools/families.py bart mamba phi3       # some, printed
+    python tools/families.py                       # all of them, about a quarter of an hour
+    python tools/families.py bart mamba phi3
 
-Each family is built at toy size with random weights and run through the trainer, in float32, for two optimizer steps:
-as a student, in full and with LoRA, as a teacher, for greedy rollouts, and, if it sees, as a student and a teacher of
-rows with and without images. The oracle is the model itself in float64 on
-each row alone, without padding: its logits, a dense forward KL, plain autograd and plain SGD; for rollouts the tokens
-of largest logit, each from a forward pass on the whole row alone. Each trial runs in a process of its own, with limits
-on time and memory.
+Each is built at toy size with random weights and trained for two optimizer steps in float32: as a student, in full and
+with LoRA, as a teacher, and, if it sees, on rows with and without images; and it generates greedily. The oracle is the
+model itself in float64 on each row alone, without padding: a dense forward KL, plain autograd and plain SGD; for
+rollouts the tokens of largest logit, each from a forward pass on the whole row. Each trial runs in a process of its
+own, with limits on time and memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
-import logging
 import os
 import resource
 import signal
@@ -25,23 +22,24 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import toys
-import transformers
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import GenerationConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from support import vision_language
+from support import tiny, vision_language
 
 import trl_opsd
-from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.models.backbone import together
 from trl_opsd.types.rollout import cut_after_end, images_of
 
@@ -53,34 +51,17 @@ IMAGES = (0, 1, 2, 1, 1, 0)
 ENDS = list(range(2, VOCABULARY, 12))
 EXACT = 1e-3
 """Tolerance for the change of the weights over two steps, relative to the norm of the oracle's."""
-TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "notes" / "families.md"
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and three special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
 def trainer_of(student: Any, teacher: Any, folder: str, rollout: Any, **given: Any) -> OPSDTrainer:
     """A trainer with plain SGD and forward KL, without shuffling."""
-    args = OPSDConfig(
-        output_dir=folder, per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, max_steps=STEPS,
-        max_completion_length=TOKENS, learning_rate=RATE, lr_scheduler_type="constant", optim="sgd", max_grad_norm=1e9,
-        divergence="forward_kl", temperature=1.0, shuffle_dataset=False, save_strategy="no", report_to="none",
-        disable_tqdm=True, bf16=False, use_cpu=True, gradient_checkpointing=False,
+    args = tiny.config(
+        folder, per_device_train_batch_size=ROWS, max_steps=STEPS, max_completion_length=TOKENS, learning_rate=RATE,
+        optim="sgd", max_grad_norm=1e9, divergence="forward_kl", temperature=1.0, shuffle_dataset=False,
         generation_kwargs={"do_sample": False},
     )  # fmt: skip
-    given = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), "processing_class": make_tokenizer(), **given}
+    given = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), "processing_class": tiny.tokenizer(), **given}
     return OPSDTrainer(model=student, teacher_model=teacher, args=args, rollout=rollout, **given)
-
-
-def qwen2(seed: int) -> Any:
-    sizes = {name: value for name, value in toys.SIZES.items() if name in Qwen2Config().to_dict()}
-    return toys.toy("qwen2", VOCABULARY, seed, sharpness=12.0, **{**sizes, "num_hidden_layers": 2})
 
 
 def in_float64(model: Any) -> Any:
@@ -130,7 +111,7 @@ def compare(student: Any, teacher: Any, folder: str, **given: Any) -> tuple[floa
     theirs, pairs = in_float64(teacher), {}
     trainer = trainer_of(student, teacher, folder, FixedRollout(pairs), **given)
     prompts = trainer.prompt_ids_of(trainer.teaching.read_rows(list(trainer.train_dataset)))
-    completions = make_tokenizer()(ANSWERS)["input_ids"]
+    completions = tiny.tokenizer()(ANSWERS)["input_ids"]
     pairs.update({tuple(prompt): answer for prompt, answer in zip(prompts, completions, strict=True)})
     before, after = in_float64(trainer.model), in_float64(trainer.model)
     train_oracle(after, theirs, prompts, completions)
@@ -159,8 +140,8 @@ def write(student: Any, folder: str) -> tuple[float, str]:
     # Enough end tokens that rows end one after the other, and none of the family's options (Bart forces its last).
     student.generation_config = GenerationConfig(eos_token_id=ENDS, pad_token_id=0)
     alone = copy.deepcopy(student).eval()
-    trainer = trainer_of(student, qwen2(1), folder, HFRollout())
-    prompts = make_tokenizer()(PROMPTS)["input_ids"]
+    trainer = trainer_of(student, tiny.qwen2(seed=1), folder, HFRollout())
+    prompts = tiny.tokenizer()(PROMPTS)["input_ids"]
     written = trainer.complete(prompts)
     wrong = sum(greedy(alone, prompt) != ids for prompt, ids in zip(prompts, written, strict=True))
     how = str(trainer.rollout.batching)
@@ -190,9 +171,9 @@ def lora() -> LoraConfig:
 
 
 ROLES: dict[str, Callable[[Any, str], tuple[float, str]]] = {
-    "student": lambda model, folder: compare(model, qwen2(1), folder),
-    "LoRA": lambda model, folder: compare(model, qwen2(1), folder, peft_config=lora()),
-    "teacher": lambda model, folder: compare(qwen2(1), model, folder),
+    "student": lambda model, folder: compare(model, tiny.qwen2(seed=1), folder),
+    "LoRA": lambda model, folder: compare(model, tiny.qwen2(seed=1), folder, peft_config=lora()),
+    "teacher": lambda model, folder: compare(tiny.qwen2(seed=1), model, folder),
     "rollout": write,
     "images": see,
 }
@@ -217,7 +198,7 @@ def verdict(role: str, family: str) -> str:
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        if isinstance(error, ValueError | TypeError) and (frame.line or "").startswith("raise ValueError(\n"[:16]):
+        if isinstance(error, ValueError | TypeError) and (frame.line or "").startswith("raise ValueError"):
             if str(Path(trl_opsd.__file__).parent) in frame.filename:
                 return f"refused: {text}"
             if "/peft/" in frame.filename:
@@ -227,132 +208,21 @@ def verdict(role: str, family: str) -> str:
     return (f"exact {gap:.0e}" if gap < EXACT else f"WRONG {gap:.2g}") + how
 
 
-def isolated(call: Callable[[], str]) -> str:
-    """Calls a function in a process of its own, with limits on time and memory, and returns its result."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-        signal.alarm(SECONDS)
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
+def isolated(role: str, family: str) -> str:
+    """The same from a process of its own, with limits on time and memory."""
+    with ProcessPoolExecutor(1, get_context("fork"), _limit) as process:
         try:
-            os.write(writer, call().encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    return answer or f"CRASHED the process ended with status {status}"
+            return process.submit(verdict, role, family).result()
+        except BrokenProcessPool as error:
+            return f"CRASHED {error}"
 
 
-# ---- The page --------------------------------------------------------------------------------------------------------
-
-REASONS = {
-    "in training mode": "in training mode it takes rows of one length only",
-    "does not compute its logits as": "its head does more than a product with its weight",
-    "if more tokens follow": "a token's state depends on tokens after it",
-    "in a second forward pass": "it draws random numbers while it reads",
-    "by PEFT": 'PEFT does not allow "all-linear"',
-    "cannot run on eight tokens": "its forward fails on text alone",
-    "has no output embeddings": "it has no output embeddings",
-}
-"""Short reasons for the table, by a part of the error message."""
-
-_INTRODUCTION = """\
-Every causal language model of transformers {version} that can be built at toy size, tried by
-`python tools/families.py`, which writes this page: two optimizer steps as a student, in full and with LoRA on
-"all-linear", and as a teacher, against the model itself in float64 on each row alone; greedy rollouts of a ragged batch
-against the tokens of largest logit, each from a full forward pass on one row alone. *Exact* is as close as float32
-allows; *refused* is an error at construction, before anything is trained, that gives the reason."""
-
-
-def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
-    """The lab note, from results by family and role; `roles` are the columns, in order."""
-    seen = {family: one["images"] for family, one in found.items() if "images" in one}
-    roles = [role for role in roles if role != "images"]
-    found = {family: {role: one[role] for role in roles} for family, one in found.items()}
-    built = {family: one for family, one in found.items() if not one["student"].startswith("not built")}
-    sound = [family for family, one in built.items() if all(text.startswith("exact") for text in one.values())]
-    slow = [family for family in sound if any("without a cache" in text for text in built[family].values())]
-    unpadded = [family for family in sound if any("rows of the same length" in text for text in built[family].values())]
-    counts = {role: Counter(one[role].split()[0].strip(":") for one in built.values()) for role in roles}
-    kinds = sorted({kind for one in counts.values() for kind in one})
-    lines = [
-        "# Model families",
-        "",
-        _INTRODUCTION.format(version=transformers.__version__),
-        "",
-        f"| | {' | '.join(kinds)} |",
-        f"|---|{'---|' * len(kinds)}",
-        *(f"| {role} | {' | '.join(str(counts[role][kind]) for kind in kinds)} |" for role in roles),
-        "",
-        "## Exact in every role",
-        "",
-        ", ".join(family for family in sound if family not in {*unpadded, *slow}) + ".",
-        "",
-        "## Exact in every role, without padding",
-        "",
-        "Padding changes what these compute, in transformers itself; a trial at construction detects it. Only rows of "
-        "the same length share a forward pass, which costs speed, not exactness; rollouts are batched in the same way.",
-        "",
-        ", ".join(unpadded) + ".",
-        "",
-        "## Exact in every role, generating without a cache",
-        "",
-        "With a cache their `generate` fails or computes other logits than without one, in transformers itself; a "
-        "trial before the first completion detects it. Each token then re-reads its whole row.",
-        "",
-        ", ".join(slow) + ".",
-        "",
-        "## The others",
-        "",
-        *(f"- {', '.join(families)}: {verdicts}." for verdicts, families in _alike(built, sound).items()),
-        "",
-        "## With images",
-        "",
-        "Two steps on rows of no, one and two images of several sizes, in one batch, with a teacher of the family.",
-        "",
-        *(
-            f"- {', '.join(families)}: {text}."
-            for text, families in _by_text({one: text[:200] for one, text in seen.items()}).items()
-        ),
-        "",
-        f"Not built, at this size or because a package is not installed: {', '.join(sorted(set(found) - set(built)))}.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _alike(built: dict[str, dict[str, str]], sound: list[str]) -> dict[str, list[str]]:
-    """Families that are not exact in every role, by their verdicts."""
-    verdicts: dict[str, str] = {}
-    for family in built.keys() - sound:
-        cells = {role: _cell(text) for role, text in built[family].items()}
-        alike = len(set(cells.values())) == 1
-        verdicts[family] = cells["student"] if alike else "; ".join(f"{role} {cell}" for role, cell in cells.items())
-    return _by_text(dict(sorted(verdicts.items())))
-
-
-def _by_text(texts: dict[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for family, text in texts.items():
-        found.setdefault(text, []).append(family)
-    return found
-
-
-def _cell(text: str) -> str:
-    """A result without its figure, and with a short reason."""
-    kind = text.split()[0]
-    if kind == "exact":
-        return "exact, no cache" if "cache" in text else "exact, unpadded" if "(" in text else "exact"
-    for reason, short in REASONS.items():
-        if reason in text:
-            return f"refused: {short}"
-    return text.replace("|", "/")[:200]
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    signal.alarm(SECONDS)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
 
 
 def main() -> int:
@@ -360,24 +230,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="family")
     parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=list(ROLES))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    transformers.utils.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    found: dict[str, dict[str, str]] = {}
+    print("| family | role | result |\n|---|---|---|")
+    found: list[tuple[str, str]] = []
     for family in options.families or sorted({*toys.families(), *vision_language.SEEING}):
-        found[family] = {}
         for role in [one for one in options.roles if one != "images" or family in vision_language.SEEING]:
-            found[family][role] = isolated(lambda role=role, family=family: verdict(role, family))
-            print(f"{family:24} {role:8} {found[family][role]}", flush=True)
-    for role in options.roles:
-        print(role, dict(Counter(one[role].split()[0] for one in found.values() if role in one)))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    if not options.families:
-        TABLE.write_text(document(found, list(ROLES)), encoding="utf-8")
-    return sum(text.startswith(("WRONG", "CRASHED")) for one in found.values() for text in one.values())
+            found.append((role, isolated(role, family)))
+            print(f"| {family} | {role} | {found[-1][1].replace('|', '/')} |", flush=True)
+    print(Counter((role, text.partition(" ")[0]) for role, text in found))
+    return sum(text.startswith(("WRONG", "CRASHED")) for _, text in found)
 
 
 if __name__ == "__main__":

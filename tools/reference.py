@@ -1,6 +1,6 @@
-"""Writes docs/reference.md: options, arguments of the trainer and metrics, all read from the code.
+"""Writes what docs/reference.md has of the code: options, methods, arguments of the trainer and metrics.
 
-Values come from the table of options; incompatible ones are obtained by calling the checks: the page quotes errors.
+Values come from the table of options. All else on the page is written by hand.
 
     python tools/reference.py
 """
@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -22,152 +22,34 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.methods import NAMED
 from trl_opsd.options.table import RESUMED, table
-from trl_opsd.teacher.checks import check_teachers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 
-_INTRODUCTION = """\
-Written by `python tools/reference.py` from the code; a test fails when the two differ. Sentences after *Refused* are
-the errors themselves."""
-
-_OPTIONS = """\
-`OPSDConfig` is [`trl.DistillationConfig`](https://huggingface.co/docs/trl/distillation_trainer) with the fields below.
-All others keep TRL's names, defaults and meanings, but for [these](#different-from-trl). `examples/train.py` takes
-every field on its command line. Options are read when the trainer is built; an option may differ when a run resumes,
-unless it says otherwise."""
-
-_METHODS = """\
-Names in `OPSDConfig(methods={...})`, with the classes of `trl_opsd.methods` that `OPSDTrainer(methods=[...])` takes,
-and their settings."""
-
-_DIVERGENCES = """\
-Values of `divergence` by name, and the objects they stand for. [extending.md](extending.md) has one of your own."""
-
-_NARROWER = """\
-`trust_remote_code` covers the student alone; `teacher_trust_remote_code` is the teacher's. Without an accelerator,
-`bf16` is off unless it is set, and memory is not pinned; TRL's default is refused there.
-
-Options may be given as text, as a YAML file or a shell gives them (`"1e-5"`, `"False"`), and those that take a dict as
-JSON. A name that does not exist is refused with the closest one; [migration.md](migration.md) has the names of other
-trainers."""
-
-_CHECKED = """\
-These come from TRL and mean what they mean there. `OPSDConfig` checks their values, which TRL mostly does not."""
-
-_REFUSED = """\
-Because they would not have the effect that they promise."""
-
-_ARGUMENTS = """\
-Of `OPSDTrainer`; from `rollout` on they are given by name. Those up to `tools` are
-[TRL's](https://huggingface.co/docs/trl/distillation_trainer)."""
-
-_ATTRIBUTES = """\
-A trainer is final once it is built: build another one for other options, teachers, datasets or tools. Assigning to
-`divergence`, `beta`, `temperature` (of the loss, as in TRL), `rollout`, and to the attributes of `generation_config`
-(where `transformers` generates) takes effect with the next batch."""
-
-_METRICS = """\
-Units are nats where the objective is a KL or the JSD; a total variation, an α-divergence and one of your own have
-theirs. Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs
-its metrics as `eval_<metric>`; where `eval_dataset` is a dict there is one log for each dataset, with all metrics,
-TRL's too, as `eval_<dataset>_<metric>`. `evaluate(metric_key_prefix="held_out")` puts `held_out` in place of
-`eval`. `predict(rows)` logs nothing and returns the token ids of the completions, in the order of the rows and
-padded with -100, the same completions as `texts`, and the same metrics as `test_<metric>`. `eval_loss` differs from
-TRL's: it is the mean over the tokens of the whole evaluation, which is also `eval_divergence/mean`; with
-`Aggregation("rows")` that over its rows of their means over tokens, with `"teachers"` that over its teachers.
-
-*Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
-since the last log; what a log without a token in the loss leaves out is in the next. *Always* is in every other log.
-Values are reduced as one of:"""
-
-
-def _config(**options: Any) -> OPSDConfig:
-    return OPSDConfig("out", use_cpu=True, **options)
-
-
-TOGETHER: dict[str, list[Callable[[], Any]]] = {
-    "teacher_model_kind": [
-        lambda: check_teachers(None, "student", _config()),
-        lambda: check_teachers("teacher-model", "student", _config(teacher_model_kind="base")),
-    ],
-    "teacher_offload": [
-        lambda: _config(teacher_offload="zero3"),
-    ],
-}
-"""Calls that are refused, by the new option they concern."""
-
-OF_OTHERS: list[Callable[[], Any]] = [
-    lambda: _config(auto_find_batch_size=True),
-    lambda: _config(torch_compile=True),
-    lambda: _config(bf16_full_eval=True),
-    lambda: _config(dataloader_in_order=False, dataloader_num_workers=2),
-    lambda: _config(generation_kwargs={"num_return_sequences": 2}),
-    lambda: _config(generation_kwargs={"stop_strings": ["."]}),
-    lambda: _config(generation_kwargs={"prompt_lookup_num_tokens": 3}),
-]
-"""The same for options of TRL and transformers."""
-
 
 def document() -> str:
-    """The page."""
-    described = described_in(OPSDConfig, "Parameters")
-    return "\n".join(
-        [
-            "# Reference: options, arguments, metrics",
-            "",
-            _INTRODUCTION,
-            "",
-            "## Options",
-            "",
-            _OPTIONS,
-            "",
-            *_new_options(described),
-            "### Methods",
-            "",
-            _METHODS,
-            "",
-            *_methods(),
-            "### Divergences",
-            "",
-            _DIVERGENCES,
-            "",
-            *_table(["name", "object", "what it is"], _divergences()),
-            "",
-            "### Different from TRL",
-            "",
-            *_table(["option", "TRL", "here", "meaning"], _changed()),
-            "",
-            _NARROWER,
-            "",
-            "### TRL's options that are checked",
-            "",
-            _CHECKED,
-            "",
-            *_table(["expected", "options, with their defaults"], _checked()),
-            "",
-            "### Options of TRL and transformers that are refused",
-            "",
-            _REFUSED,
-            "",
-            *map(_told, OF_OTHERS),
-            "",
-            "## Arguments of the trainer",
-            "",
-            _ARGUMENTS,
-            "",
-            *_table(["argument", "type", "meaning"], _arguments()),
-            "",
-            "## Attributes",
-            "",
-            _ATTRIBUTES,
-            "",
-            "## Metrics",
-            "",
-            _METRICS,
-            "",
-            *_metrics(),
-        ]
-    )
+    """The page as it stands, with its generated parts written anew; each stands between two comments."""
+    arguments = [[f"`{name}`", *told] for name, told in described_in(OPSDTrainer, "Args").items()]
+    changed = [
+        [f"`{ours.name}`", f"`{_literal(theirs.default)}`", f"`{_literal(ours.default)}`", ours.metadata["help"]]
+        for theirs, ours in changed_fields()
+    ]
+    divergences = [[f'`"{name}"`', f"`{make()!r}`", _summary(type(make()))] for name, make in DIVERGENCES.items()]
+    parts: dict[str, Iterable[str]] = {
+        "options": _new_options(),
+        "methods": _methods(),
+        "divergences": _table(["name", "object", "what it is"], divergences),
+        "changed": _table(["option", "TRL", "here", "meaning"], changed),
+        "checked": _table(["expected", "options, with their defaults"], _checked()),
+        "arguments": _table(["argument", "type", "meaning"], arguments),
+        "metrics": _metrics(),
+    }
+    page = PAGE.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        before, begin, rest = page.partition(f"<!-- generated: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert end, f"{PAGE} has no place for {name!r}"
+        page = "".join([before, begin, "\n", "\n".join(lines).strip(), "\n\n", end, after])
+    return page
 
 
 def new_fields() -> list[dataclasses.Field]:
@@ -226,21 +108,15 @@ def _range(is_whole: bool, bounds: dict[str, float]) -> str:
     return f"{what} in {'[' if 'ge' in bounds else '('}{low}, {high}]"
 
 
-def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
+def _new_options() -> Iterator[str]:
+    described = described_in(OPSDConfig, "Parameters")
     for one in new_fields():
         kind = described[one.name][0].partition(", *optional*")[0]
         takes = f": {found}" if (found := expected(one.name)) else ""
-        facts = [f"{kind}{takes}. Default: `{_literal(one.default)}`.", *_when(table(OPSDConfig)[one.name])]
-        yield from (f"### `{one.name}`", "", " ".join(facts), "")
+        is_compared = RESUMED in getattr(table(OPSDConfig)[one.name], "__metadata__", ())
+        resumed = " Resumed only with the same value." if is_compared else ""
+        yield from (f"### `{one.name}`", "", f"{kind}{takes}. Default: `{_literal(one.default)}`.{resumed}", "")
         yield from (described[one.name][1], "")
-        if cases := TOGETHER.get(one.name):
-            yield from (*map(_told, cases), "")
-
-
-def _when(hint: Any) -> Iterator[str]:
-    """Whether a resume compares an option."""
-    if RESUMED in getattr(hint, "__metadata__", ()):
-        yield "Resumed only with the same value."
 
 
 def _methods() -> Iterator[str]:
@@ -253,16 +129,8 @@ def _methods() -> Iterator[str]:
         yield from [""] * bool(settings)
 
 
-def _divergences() -> Iterator[list[str]]:
-    for name, make in DIVERGENCES.items():
-        made = make()
-        about = " ".join((inspect.getdoc(type(made)) or "").partition("\n\n")[0].split())
-        yield [f'`"{name}"`', f"`{made!r}`", about]
-
-
-def _changed() -> Iterator[list[str]]:
-    for theirs, ours in changed_fields():
-        yield [f"`{ours.name}`", f"`{_literal(theirs.default)}`", f"`{_literal(ours.default)}`", ours.metadata["help"]]
+def _summary(cls: type) -> str:
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
 
 
 def _checked() -> Iterator[list[str]]:
@@ -274,11 +142,6 @@ def _checked() -> Iterator[list[str]]:
             alike.setdefault(found, []).append(f"`{one.name}` ({_literal(one.default)})")
     for found, options in alike.items():
         yield [found, ", ".join(options)]
-
-
-def _arguments() -> Iterator[list[str]]:
-    for name, (kind, meaning) in described_in(OPSDTrainer, "Args").items():
-        yield [f"`{name}`", kind, meaning]
 
 
 def _metrics() -> Iterator[str]:
@@ -297,15 +160,6 @@ def _metrics() -> Iterator[str]:
         if not re.search(r"_[1-9]$", name)
     ]
     yield from (*_table(["metric", "meaning [unit]", "reduced", "appears in"], rows), "")
-
-
-def _told(call: Callable[[], Any]) -> str:
-    """The error of a call, as one item of a list."""
-    try:
-        call()
-    except ValueError as error:
-        return f"- *Refused.* {error}"
-    raise AssertionError("expected an error")
 
 
 def _table(head: list[str], rows: Any) -> list[str]:

@@ -4,14 +4,11 @@ SGLang asks for a CUDA build of torch and for CUDA kernels. Its scheduler, radix
 neither; what they import without using it is stood in for. An environment that is there is kept.
 
     python tools/sglang_env.py .sglang
-    python tools/sglang_env.py .sglang --serve /path/to/model --port 30000
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -92,22 +89,6 @@ FLAGS = (
 )
 
 
-def main() -> None:
-    """Builds the environment, and starts a server in it if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the environment is, or shall be: about 2 GB")
-    parser.add_argument("--serve", metavar="MODEL", help="start a server on loopback; all further options are SGLang's")
-    given, further = parser.parse_known_args()
-    if further and given.serve is None:
-        parser.error(f"unrecognized arguments: {' '.join(further)}")
-    python = built(given.folder)
-    if given.serve is None:
-        print(python)
-        return
-    arguments = command(python, given.serve, *further)
-    os.execve(python, arguments, {**os.environ, **ENVIRONMENT})
-
-
 def built(folder: Path) -> Path:
     """The Python of the environment, which is built unless it is there and as this script would build it."""
     folder = folder.resolve()
@@ -143,4 +124,4 @@ def command(python: Path, model: str, *further: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    print(built(Path(sys.argv[1])))

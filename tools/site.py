@@ -1,5 +1,4 @@
-"""Hooks of the documentation's site: README and its neighbours become pages, links that leave the pages plain text, and
-drawings tables, since what draws them would be loaded from elsewhere.
+"""Hooks of the documentation's site: README and its neighbours become pages, links that leave the pages plain text.
 
 `tests/test_docs.py` checks those links in the repository, where they lead somewhere.
 """
@@ -42,19 +41,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         name = PAGES.get(name) or name
         return f"[{text}]({name}{anchor})" if files.get_file_from_path(name) else text
 
-    return _DRAWING.sub(_table, _LINK.sub(target, markdown))
-
-
-_DRAWING = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
-
-
-def _table(drawing: re.Match[str]) -> str:
-    """The arrows of a drawing as a table, with a row for each beginning."""
-    arrows: dict[str, list[str]] = {}
-    for start, end in re.findall(r"(\w+) --> (\w+)", drawing.group(1)):
-        arrows.setdefault(start, []).append(end)
-    rows = [f"| `{start}` | {', '.join(f'`{end}`' for end in ends)} |" for start, ends in arrows.items()]
-    return "\n".join(["| room | imports |", "|---|---|", *rows])
+    return _LINK.sub(target, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

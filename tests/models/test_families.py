@@ -63,24 +63,3 @@ def test_only_a_checkpoint_that_lacks_weights_is_refused(verdict, family, tmp_pa
     save_file(torn, tmp_path / "model.safetensors", {"format": "pt"})
     with whole_checkpoint("model"), pytest.raises(ValueError, match=rf"lacks weights of {type(made).__name__}.*\.3\."):
         create_model_from_path(str(tmp_path), device_map=None)
-
-
-def test_the_table_counts_every_verdict_and_shortens_reasons(monkeypatch):
-    monkeypatch.syspath_prepend(TOOLS)
-    from families import document
-
-    page = document(
-        {
-            "sound": {"student": "exact 1e-05", "teacher": "exact 0e+00"},
-            "apart": {"student": "exact 1e-05 (rows of the same length together)", "teacher": "exact 0e+00"},
-            "odd": {"student": "refused: ValueError: in a second forward pass", "teacher": "WRONG 0.3"},
-            "absent": {"student": "not built: ImportError", "teacher": "not built: ImportError"},
-        },
-        ["student", "teacher"],
-    )
-    assert "| student | 0 | 2 | 1 |" in page
-    assert "| teacher | 1 | 2 | 0 |" in page
-    assert "| odd | refused: it draws random numbers while it reads | WRONG 0.3 |" in page
-    assert "is not installed: absent." in page
-    assert "\nsound.\n" in page
-    assert "\napart.\n" in page
