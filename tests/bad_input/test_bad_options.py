@@ -16,7 +16,6 @@ from support.byte_languages import byte_pairs
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.losses import Divergence
-from trl_opsd.options.rules import _TOKENS
 
 pytestmark = [pytest.mark.refusal, pytest.mark.quick]
 URL = "http://127.0.0.1:1"
@@ -37,8 +36,12 @@ NOT_DRAWN = {
 """Keys with which tokens are not drawn from the student's distribution."""
 NOT_DRAWN_BY_ENGINES = {"min_tokens": 4, "logit_bias": {7: 1.0}, "presence_penalty": 0.1}
 OF_SAME_TOKENS = {
-    "top_k_teacher": 5, "kl_clip": 1.0, "teacher_server_url": URL, "teacher_model_kind": "base", "teacher_targets": "a",
+    "top_k_teacher": 5, "kl_clip": 1.0, "teacher_server_url": URL, "teacher_model_kind": "base",
 }  # fmt: skip
+FITTING = {
+    "teacher_server_url": {"teacher_model": "teacher"},
+    "teacher_model_kind": {"teacher_model": None},
+}
 SAMPLED = {"divergence": "sampled_reverse_kl"}
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -60,8 +63,6 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("sglang_server_url", {"sglang_server_url": "127.0.0.1:30000"}),
     ("sglang_server_url", {"sglang_server_url": "http://127.0.0.1:x"}),
     # what cannot go together
-    *((name, {name: OF_SAME_TOKENS[name], "cross_tokenizer": "bytes"}) for name in _TOKENS),
-    ("cross_tokenizer", {**SAMPLED, "cross_tokenizer": "bytes"}),
     ("teacher_offload", {"teacher_offload": "zero3", "teacher_model_kind": "ema"}),
     ("teacher_offload", {"teacher_offload": "zero3"}),
     ("seq_kd", {"seq_kd": True}),
@@ -161,6 +162,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
             {"anchor_weight": 0.1},
             {"certificate": True},
             {"tools": [tiny.add]},
+            SAMPLED,
+            *({name: OF_SAME_TOKENS[name], **FITTING.get(name, {})} for name in OF_SAME_TOKENS),
         )
     ),
     ("eval_strategy", {"save_strategy": "best", "metric_for_best_model": "loss"}),
@@ -186,7 +189,6 @@ SERVER = {"rollout": None, "sglang_server_url": "http://127.0.0.1:9", "vllm_serv
     ("named", "given"),
     [
         ("num_beams", {"generation_kwargs": {"num_beams": 2}}),
-        ("stop_token_ids", {"generation_kwargs": {"ignore_eos": True, "stop_token_ids": 5}}),
         ("No SGLang server", {}),
     ],
 )

@@ -71,7 +71,7 @@ BORROWED = {
 """By the file that defines or reads them; of a library that is not installed nothing is checked."""
 
 NOT_BORROWED = {
-    "_actions", "_add_action", "_asdict", "_device_types", "_dynamo", "_get_backend", "_replace",
+    "_actions", "_add_action", "_asdict", "_device_types", "_get_backend", "_replace",
     "_set_default_timeout", "_timeout", "_version",
 }  # fmt: skip
 """Of Python, and of torch's C++, which have no file to look into."""

@@ -10,6 +10,7 @@ from support import tiny
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop.hooks import TrainerHooks
+from trl_opsd.methods import METRICS
 from trl_opsd.types.loss import columns
 
 pytestmark = pytest.mark.quick
@@ -67,7 +68,8 @@ def test_rows_are_scored_outside_of_training(make_trainer):
 def test_trl_never_builds_an_engine_of_its_own(tmp_path):
     args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
     given = {"train_dataset": tiny.rows(), "processing_class": tiny.tokenizer(), "processors": {"": None}}
-    trainer = TrainerHooks(model=tiny.qwen2(), args=args, **given)
+    bare = type("Bare", (TrainerHooks,), {"known_metrics": METRICS})
+    trainer = bare(model=tiny.qwen2(), args=args, **given)
     assert args.use_vllm is True
     assert trainer.use_vllm is True
     assert not hasattr(trainer, "vllm_generation")
