@@ -90,9 +90,7 @@ def test_options_and_metrics_that_a_page_recommends_exist(name):
     columns = {"prompt", "completion", "privileged_context", "teacher_prompt", "teacher"}
     phases = {"complete", "teach", "compare", "sync", "gen", "score", "train", "doctor", "start", "step"}
     of_trl = {"completions/mean_length", "completions/clipped_ratio", "loss"}
-    known = (
-        {one.name for one in dataclasses.fields(OPSDConfig)} | {*OPSDTrainer.known_metrics} | columns | phases | of_trl
-    )
+    known = {*OPSDConfig.__dataclass_fields__, *OPSDTrainer.known_metrics} | columns | phases | of_trl
     named = re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)?)(?:=[^`]*)?`", text)
     assert len(named) > 20
     unknown = {one for one in named if one.removeprefix("eval_") not in known and one not in known}
