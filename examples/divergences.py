@@ -2,11 +2,11 @@
 
 OPSDTrainer(..., divergence=EntropyAwareKL())
 
-A teacher that tells some of its tokens is completed before it is compared: all others share their probability as in the
-student, so that its entropy and its likeliest tokens are hardly its own. Adaptive and entropy-aware KL read these.
+`needs_whole` refuses teachers of which some tokens are known: their entropies and orders of tokens are not known.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +21,7 @@ class EntropyAwareKL(Divergence):
     There the reverse KL is estimated from the sampled token, and the forward KL from the teacher's 16 likeliest.
     """
 
+    needs_whole: ClassVar[bool] = True
     threshold: float = 0.8
 
     def value(self, log_student, log_teacher):
@@ -38,6 +39,7 @@ class AdaptiveKL(Divergence):
     always the first, as in the published code; the paper also counts the token that passes `mu`.
     """
 
+    needs_whole: ClassVar[bool] = True
     mu: float = 0.5
 
     def value(self, log_student, log_teacher):

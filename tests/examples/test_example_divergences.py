@@ -24,16 +24,17 @@ SHARES = torch.tensor([0.4 / 0.9, 0.69 / 1.38], dtype=torch.float64)
         (EntropyAwareKL(), REVERSE + FORWARD * torch.tensor([1.0, 0.0])),
         (AdaptiveKL(), SHARES * FORWARD + (1 - SHARES) * REVERSE),
         (AlphaDivergence(), 2 * (STUDENT.sqrt() - TEACHER.sqrt()).square().sum(-1)),
-        (AlphaDivergence(1e-6), REVERSE),
-        (AlphaDivergence(1 - 1e-6), FORWARD),
     ],
     ids=str,
 )
 def test_values_are_those_of_the_paper_and_training_takes_them(make_trainer, divergence, expected):
-    torch.testing.assert_close(divergence.value(STUDENT.log(), TEACHER.log()), expected, rtol=1e-5, atol=1e-6)
-    assert divergence.value(STUDENT.log(), TEACHER.log()).min() > 0
-    if divergence not in (AlphaDivergence(1e-6), AlphaDivergence(1 - 1e-6)):  # which float32 cannot resolve
-        assert prove_divergence(divergence, 50, torch.device("cpu")) == []
-        trainer = make_trainer(divergence=divergence, max_steps=1)
-        trainer.train()
-        assert 0 < tiny.logged(trainer, "loss")[0] < 20
+    torch.testing.assert_close(divergence.value(STUDENT.log(), TEACHER.log()), expected)
+    assert prove_divergence(divergence, 50, torch.device("cpu")) == []
+    trainer = make_trainer(divergence=divergence, max_steps=1)
+    trainer.train()
+    assert 0 < tiny.logged(trainer, "loss")[0] < 20
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(1e-6, REVERSE), (1 - 1e-6, FORWARD)])
+def test_alpha_is_between_both_directions(alpha, expected):
+    torch.testing.assert_close(AlphaDivergence(alpha).value(STUDENT.log(), TEACHER.log()), expected, rtol=0, atol=1e-5)

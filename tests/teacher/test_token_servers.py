@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from divergences import EntropyAwareKL
 from served_lab import CPU, proposed
 from support import tiny
 from support.failing_server import Pretended, Scoring, pretended
@@ -207,6 +208,7 @@ def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
     [
         ({"kl_clip": 0.1}, "`kl_clip=0.1`"),
         ({"top_k_teacher": 2}, "`top_k_teacher=2`"),
+        ({"divergence": EntropyAwareKL()}, "`divergence=EntropyAwareKL.threshold=0.8.`"),
         ({"extrapolation": 0.0, "contrast_weight": 0.5}, "`methods='(Contrast|Extrapolation)'`"),
         ({"extrapolation": 0.0}, "`methods='Extrapolation'`"),
         ({"temperature": 0.5}, "`teacher_temperature=0.5`"),

@@ -204,29 +204,20 @@ class _Fold:
         log_student_PO, log_teacher_PO = (one.log_softmax(-1) for one in logs)
         # Of 257 outcomes all can be formed: in float64, without a product that half precision would round.
         value_P = self.divergence.value(log_student_PO, log_teacher_PO).where(held_P, 0.0) * weights_N[token_P]
-        value, tokens, own_N = (
-            value_P.sum(),
-            tile.tokens,
-            part.own_S[len(part.own_S) - (tile.tokens.stop - tile.tokens.start) :],
-        )
+        value, tokens = value_P.sum(), tile.tokens
+        own_N = part.own_S[tokens.start - tile.states.start :]
         nll_N = torch.zeros_like(own_N)
         if self.sampled.nll_weight is not None:
             nll_N = -own_N * self.sampled.nll_weight[tokens] * weights_N[tokens]
             value = value + nll_N.sum()
         counts_N = weights_N[tokens] != 0  # others are read for those that count
         outcomes_N = plan.table.length[self.sampled.ids[tokens]].float() * counts_N
-        entropies = [-(one.detach().exp() * one.detach()).sum(-1) * held_P for one in (log_student_PO, log_teacher_PO)]
-        none_P = torch.zeros_like(missed_P)
-        by_position = (
-            value_P.detach(),
-            *entropies,
-            none_P,
-            none_P,
-            held_P,
-            missed_P * held_P,
-            -torch.ones_like(missed_P),
-        )
-        found_9N[:8].index_add_(1, token_P, torch.stack([one.float() for one in by_position]))
+        logs = log_student_PO.detach(), log_teacher_PO
+        student_P, teacher_P = (-(one.exp() * one).sum(-1) * held_P for one in logs)  # entropies
+        lost_P = -torch.ones_like(missed_P)  # of the outcomes of a token those that have no position
+        by_position = {0: value_P, 1: student_P, 2: teacher_P, 5: held_P, 6: missed_P * held_P, 7: lost_P}
+        for column, values_P in by_position.items():
+            found_9N[column].index_add_(0, token_P, values_P.detach().float())
         by_token = {0: nll_N, 3: nll_N, 4: outcomes_N, 7: outcomes_N, 8: own_N}
         for column, values_N in by_token.items():
             found_9N[column, tokens] += values_N.detach()

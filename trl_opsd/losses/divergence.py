@@ -9,7 +9,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ class Divergence(ABC):
     A subclass needs to define only `value`. Checkpoints record its settings: the fields of a dataclass, else all
     attributes whose names do not begin with an underscore.
     """
+
+    needs_whole: ClassVar[bool] = False
+    """Whether it reads more of a teacher than the probabilities of some tokens and of all others together."""
 
     def __repr__(self) -> str:  # a dataclass has its own
         return describe(self)

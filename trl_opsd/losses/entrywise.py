@@ -6,7 +6,7 @@ R rows (tokens) · V vocabulary size · K + 1 buckets; log-probabilities in nats
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -274,6 +274,7 @@ class TopKTeacher(Divergence):
         ValueError: If `k` is below 1, or the divergence is one of sampled tokens or of the user's own.
     """
 
+    needs_whole: ClassVar[bool] = True
     of: Entrywise
     k: int
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.entrywise import TopKTeacher
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
 from trl_opsd.types.known import TokenHead
@@ -53,7 +52,7 @@ def check_arguments(
         )
     pushed, by_token = (
         sum(bool(one.push) for one in references),
-        kl_clip is not None or isinstance(divergence, TopKTeacher),
+        kl_clip is not None or divergence.needs_whole,
     )
     if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or pushed or by_token):
         raise ValueError(

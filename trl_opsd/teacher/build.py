@@ -19,7 +19,7 @@ from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trai
 from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
-from trl_opsd.losses import Divergence, TopKTeacher
+from trl_opsd.losses import Divergence
 from trl_opsd.models.adapters import Adapter, adapter_at
 from trl_opsd.models.backbone import Run, model_shape
 from trl_opsd.models.checks import whole_checkpoint, whole_on
@@ -151,7 +151,7 @@ def _check_whole(
         "teacher_temperature": None if temperature == 1 else temperature,
         "kl_clip": args.kl_clip,
         "top_k_teacher": args.top_k_teacher,
-        "divergence": divergence if isinstance(divergence, TopKTeacher) else None,
+        "divergence": divergence if divergence.needs_whole else None,
     }
     if known and (name := next((name for name, value in needs.items() if value is not None), None)):
         raise ValueError(
