@@ -411,7 +411,6 @@ OWNERS = (
 
 NOT_BORROWED = {
     "_device_types": "of a process group, in C++",
-    "_dynamo": "a module",
     "_get_backend": "of a process group, in C++",
     "_asdict": "of every named tuple",
     "_replace": "of every named tuple",
