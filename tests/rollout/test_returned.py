@@ -47,8 +47,8 @@ def test_ids_of_other_libraries_are_converted_to_int(make_trainer, row):
 
 
 WRONG: list[tuple[Any, str]] = [
-    (None, r"Own returned a NoneType \(None\): `complete` must return a list with one completion per prompt"),
-    (torch.zeros(2, 4, dtype=torch.int64), r"Own returned a Tensor of shape \(2, 4\): .*without padding"),
+    (None, r"Own returned a NoneType \(None\) for 2 prompts: `complete` must return a list"),
+    (torch.zeros(2, 4, dtype=torch.int64), r"Own returned a Tensor of shape \(2, 4\) for 2 prompts: .*without padding"),
     (np.zeros((2, 4), dtype=np.int64), r"Own returned a ndarray of shape \(2, 4\)"),
     ({0: [7], 1: [8]}, "Own returned a dict"),
     ((ids for ids in [[7], [8]]), "Own returned a generator"),

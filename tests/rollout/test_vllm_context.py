@@ -40,6 +40,8 @@ class Recorder:
     def forget_prefixes(self):
         """Has no cache."""
 
+    wipe_cache = forget_prefixes
+
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):

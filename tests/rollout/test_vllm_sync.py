@@ -437,11 +437,17 @@ def test_gathered_weights_are_copied_before_the_gather_ends(monkeypatch, split):
     assert aliased == [not split] * 3, "what was gathered is given back, so it is copied"
 
 
-def test_nans_in_initial_weights_do_not_outlive_the_first_sync(make, monkeypatch):
-    """The engine starts on uninitialised memory, and its attention reads past the filled part of a block."""
+def test_nans_of_initial_weights_do_not_outlive_the_first_sync(make, monkeypatch):
+    """The engine starts with random weights, and its attention reads past the filled part of a block."""
+    wipe, wiped = VLLMEngine.wipe_cache, []
+
+    def poisoned(self):
+        for part in self._worker.model_runner.kv_caches:
+            part.fill_(torch.nan)
+        wiped.append(wipe(self))
+
+    monkeypatch.setattr(VLLMEngine, "wipe_cache", poisoned)
     trainer = make()
-    for part in trainer.rollout.engine._worker.model_runner.get_model().parameters():
-        part.data.fill_(torch.nan)
-    trainer.rollout.engine.write([[5, 6]], [{"max_tokens": 4}])
+    assert wiped
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     assert gap(trainer) < 1e-4

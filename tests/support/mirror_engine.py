@@ -35,9 +35,6 @@ class Mirror:
     def forget_prefixes(self):
         """Does nothing: there are no prefixes."""
 
-    def wipe_cache(self):
-        """Does nothing: there is no cache."""
-
     def close(self):
         """Does nothing: the student is the trainer's."""
 

@@ -27,16 +27,6 @@ def server_urls(option: str, value: Any) -> dict[str, str]:
     return {name: url_of(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 
-def is_origin(url: Any) -> bool:
-    """Whether a text is the scheme, host and port of a server, and no more."""
-    try:
-        parts = urlsplit(str(url))
-        known = parts.port is not None or ":" not in parts.netloc.rpartition("]")[2]
-    except ValueError:  # a port that is no number
-        return False
-    return known and parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
-
-
 def refuse_several(option: str, value: Any) -> None:
     """Refuses several addresses, in a list or with commas, where a server has one."""
     is_text = isinstance(value, str) and not value.lstrip().startswith("{")  # a dict on the command line
@@ -57,7 +47,14 @@ def url_of(option: str, value: Any) -> str:
             f"`{option}` contains a user or a password, which would be logged: {expected}; put a token into the "
             f"environment variable `{TEACHER_TOKEN}`."
         )
-    if not is_origin(given):
+    try:
+        parts = urlsplit(given)
+        has_port = parts.port is not None or ":" not in parts.netloc.rpartition("]")[2]
+        is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_origin = is_http and has_port and not (parts.query or parts.fragment)
+    except ValueError:  # a port that is no number
+        is_origin = False
+    if not is_origin:
         raise ValueError(f"`{option}={given!r}`: {expected}, with `http://` or `https://` and a host.")
     return given.rstrip("/")
 

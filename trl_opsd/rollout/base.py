@@ -180,8 +180,5 @@ class Engine(Protocol):
     def forget_prefixes(self) -> None:
         """Resets the prefix cache, which was computed with earlier weights."""
 
-    def wipe_cache(self) -> None:
-        """Zeroes the key-value cache, if random weights may have left NaNs in it."""
-
     def close(self) -> None:
         """Releases its resources."""

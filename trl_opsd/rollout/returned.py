@@ -76,15 +76,12 @@ def begin_with_prompts(completions: Sequence[list[int]], prompt_ids: Sequence[li
 
 def rows_of(returned: Any, prompts: int, backend: str) -> list[list[int]]:
     """One completion for each prompt; `backend` names who returned them, for messages."""
-    if not isinstance(returned, list | tuple):
+    is_list = isinstance(returned, list | tuple)
+    if not is_list or len(returned) != prompts:
+        given = f"{len(returned)} completions" if is_list else _described(returned)
         raise ValueError(
-            f"{backend} returned {_described(returned)}: `complete` must return a list with one completion per prompt, "
-            "without padding."
-        )
-    if len(returned) != prompts:
-        raise ValueError(
-            f"{backend} returned {len(returned)} completions for {prompts} prompts: `complete` must return one per "
-            "prompt, in order."
+            f"{backend} returned {given} for {prompts} prompts: `complete` must return a list with one completion per "
+            "prompt, in order and without padding."
         )
     return [_row_of(row, f"{backend} returned for prompt {number}") for number, row in enumerate(returned)]
 

@@ -126,6 +126,13 @@ class ServedRollout(SyncedRollout):
         )
         return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
 
+    def wake(self, what: str) -> None:
+        """A server does not sleep; raises `ServerError` if the rollout was closed."""
+        if self._is_closed:
+            raise ServerError(
+                f"{self.name} at {self.server.http.url} is disconnected: the rollout was closed. Build a new trainer."
+            )
+
     def close(self) -> None:
         self._cancel_streams()
         self._is_closed = True
@@ -185,9 +192,6 @@ class ServedRollout(SyncedRollout):
         if self._mode == "full":
             self._in_main(self.server.reset_prefixes)
 
-    def wipe_cache(self) -> None:
-        """No-op: the server loaded real weights; its cache holds no NaNs."""
-
     # ---- Generation ---------------------------------------------------------------------------------------------
 
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
@@ -241,13 +245,6 @@ class ServedRollout(SyncedRollout):
             return found
 
         return ask
-
-    def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
-        if self._is_closed:
-            raise ServerError(
-                f"{self.name} at {self.server.http.url} is disconnected: the rollout was closed. Build a new trainer."
-            )
-        return super()._prepared(prompt_ids)
 
     def _checked(
         self, responses: Responses[Completion], prompt_ids: list[list[int]], known: Logprobs

@@ -55,7 +55,6 @@ class SyncedRollout(RolloutBackend):
         self._sent: tuple[Any, ...] | None = None
         self._proved = False
         self._sessions = 0
-        self._has_weights = True
         # Of the batch trained on and the one being generated; and of an evaluation, which comes between these.
         self._logprobs: dict[bool, deque[Logprobs]] = {True: deque(maxlen=2), False: deque(maxlen=1)}
 
@@ -76,7 +75,7 @@ class SyncedRollout(RolloutBackend):
         """
         self.trainer, self.engine, self._sampling = trainer, engine, sampling
         self._proof = SyncProof(trainer, engine, dtype, self.sees)
-        self._sent, self._proved, self._has_weights = None, False, True
+        self._sent, self._proved = None, False
 
     @abstractmethod
     def send_weights(self) -> int:
@@ -170,14 +169,10 @@ class SyncedRollout(RolloutBackend):
         trainer, check = self.trainer, self.args.vllm_sync_check
         self.wake("weights")
         proves = check == "every" or (check == "first" and not self._proved)
-        if proves and not self._proved and self._has_weights:
-            self.wake("kv_cache")
-            self.engine.wipe_cache()  # its first weights may be random, and NaNs in the cache outlive a sync
         self._sent = None  # if an exception follows, the engine's weights are unknown
         with _timed(trainer, "sync/seconds"), torch.no_grad():
             trainer.record("sync/bytes", float(self.send_weights()))
             self.engine.forget_prefixes()
-        self._has_weights = True
         if proves:
             self.wake("kv_cache")
             with _timed(trainer, "sync/proof_seconds"):

@@ -70,6 +70,7 @@ class VLLMRollout(SyncedRollout):
         trainer.model.config.save_pretrained(self._tokenizer_folder.name)
         with preserved_rng(trainer.accelerator.device):
             engine = self._started()
+        engine.wipe_cache()  # its first weights are random, and NaNs in the cache would outlive a sync
         self._why_blind = engine.why_blind if self.sees else None
         self.sees = self.sees and self._why_blind is None
         self._check_sight()
@@ -151,7 +152,7 @@ class VLLMRollout(SyncedRollout):
         self.engine.wake(what)
         self._asleep.remove(what)
         if what == "weights" and self._mode == "full":
-            self._sent, self._has_weights = None, False
+            self._sent = None
         if what == "kv_cache":
             self.engine.wipe_cache()  # new memory may hold NaNs, and in attention 0·NaN is NaN
 
