@@ -15,7 +15,6 @@ OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.vllm
 """Prefixes of the modules imported when vLLM is chosen; the first checks on import that it is installed."""
 
 SERVERS = (
-    "trl_opsd._compat.server",
     "trl_opsd.http.",
     "trl_opsd.rollout.s",
     "trl_opsd.teacher.server",
