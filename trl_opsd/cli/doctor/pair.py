@@ -17,8 +17,7 @@ from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import OptionParser, RunOptions
 from trl_opsd.cli.train.script import set_loading
 from trl_opsd.data.tokenization import shared_vocabulary
-from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
+from trl_opsd.models.checks import adapter_at, language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer, tokenizer_at
 from trl_opsd.models.weights import without_weights

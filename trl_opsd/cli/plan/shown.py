@@ -25,7 +25,7 @@ from trl_opsd.cli.plan.memory import (
     tracer,
 )
 from trl_opsd.cli.plan.shapes import Shape, shape_of
-from trl_opsd.models.adapters import adapter_at
+from trl_opsd.models.checks import adapter_at
 
 
 def planned(
