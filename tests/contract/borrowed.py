@@ -250,7 +250,6 @@ OWNERS = (
             "_n_gpu": "1 without a launcher, where several accelerators are visible",
             "bf16": "off without an accelerator",
             "dataloader_pin_memory": "off without an accelerator",
-            "ddp_find_unused_parameters": "set for a student of which some weights get no gradient",
             "device": "the CPU without a number",
             "enable_jit_checkpoint": "hidden while transformers would begin to listen for a SIGTERM",
             "eval_on_start": "off in a dry run",
