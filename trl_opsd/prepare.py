@@ -48,11 +48,9 @@ from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import check
 from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.checks import check_in_memory, language_config
+from trl_opsd.models.checks import adapter_at, check_in_memory, language_config
 from trl_opsd.models.tokenizers import (
     check_processing_class,
-    configured_vocabulary,
     ensure_special_tokens,
     loaded_processing_class,
     text_tokenizer,
@@ -278,7 +276,8 @@ def prepare(
     first = next(iter(rows.values()))
     if some := first.first_requests(intake):
         look_at(tokenizer, first.where, some, args, tools, are_shared=cross is None)
-    ensure_special_tokens(tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
+    config = language_config(model, "model", args.model_init_kwargs or {})
+    ensure_special_tokens(tokenizer, config.get("vocab_size"))
     if cross is None:
         check_tokenizers(tokenizer, models, teacher_processing_class, args)
     else:

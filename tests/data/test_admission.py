@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -25,8 +24,7 @@ class Counting(OPSDTrainer):
 
 
 @pytest.fixture
-def make(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def make(make_trainer):
     return lambda dataset, **given: make_trainer(Counting, train_dataset=dataset, **given)
 
 
@@ -94,18 +92,6 @@ def test_exactly_the_overlong_rows_are_dropped(make, privileged):
     trainer = make(Dataset.from_dict(rows), overlong_prompts="drop")
     assert trainer.train_dataset["prompt"][:] == [one for one, fit in zip(rows["prompt"], fits, strict=True) if fit]
     assert 0 < trainer.dropped_prompts["train_dataset"] == fits.count(False)
-
-
-def test_counted_lengths_are_kept_for_the_next_trainer(make, tmp_path):
-    dataset = chats(1500, **{f"row_{number}": chat("a" * 120 + str(number)) for number in range(1500)})
-    first = make(dataset)
-    assert first.tokenized == 1500
-    assert make(dataset).tokenized == 1
-    assert make(dataset.shuffle(seed=1).flatten_indices()).tokenized == 1500, "other rows"
-    other = tiny.tokenizer()
-    other.chat_template = other.chat_template.replace("<|im_start|>assistant", "<|im_start|>a")
-    assert make(dataset, processing_class=other).tokenized == 1500, "another template"
-    assert len(list((tmp_path / "cache" / "trl_opsd").iterdir())) == 3
 
 
 @pytest.mark.refusal

@@ -20,8 +20,7 @@ from support.rollouts import Answering
 from support.vision_language import answer, picture
 from transformers import TrainerCallback
 
-from trl_opsd.data.images import read_with_images
-from trl_opsd.data.pictures import Pictures
+from trl_opsd.data.images import Pictures, read_with_images
 from trl_opsd.loop import batch, hooks
 
 

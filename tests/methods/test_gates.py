@@ -14,7 +14,7 @@ from support.rollouts import Numbered
 from tokenizers import AddedToken
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.data.outcomes import Outcome, texts_of
+from trl_opsd.data.completions import Outcome, texts_of
 
 WORDS = tiny.tokenizer()
 REWARDS = [1 / 3, 1.0, 5 / 3, 2 / 3]

@@ -25,7 +25,7 @@ from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PhimoeConfig
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat.peft import plain_layer, without_peft
+from trl_opsd._compat.peft import base_name, without_peft
 from trl_opsd._compat.sharding import trained_parameters, whole
 from trl_opsd._compat.torchao import fake_quantized, save_quantized
 from trl_opsd.rollout.weight_sync import weights_of
@@ -403,7 +403,7 @@ def test_base_of_an_adapter_is_saved_as_trained(tmp_path, changed, caplog):
     if not changed:
         loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_modules())
         for name, layer in fake_quantized(trainer.model).items():
-            saved = loaded[plain_layer(name)].weight.dequantize()
+            saved = loaded[base_name(name)].weight.dequantize()
             torch.testing.assert_close(layer.quantizer.of_weight(layer.weight), saved, atol=0, rtol=0)
 
 

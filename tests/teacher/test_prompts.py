@@ -250,7 +250,7 @@ def test_rows_too_long_for_the_teacher_are_dropped_on_request(tmp_path):
         (
             "x" * 255,
             ValueError,
-            "input for row 0 of the batch of step 1 has 255 prompt tokens and 2 completion tokens",
+            "prompt for row 0 of the batch of step 1 has 255 tokens; with a completion of 2",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
     trainer.rollout = FixedRollout({tuple([40] * 60): [50] * 10})
     with pytest.raises(
-        ValueError, match=r"for row 0 .* has 60 prompt tokens and 10 completion tokens, but its context is 64 tokens"
+        ValueError, match=r"for row 0 .* has 60 tokens; with a completion of 10 .*the teacher \(64 tokens\)"
     ):
         trainer.score([{"prompt": trainer.processing_class.decode([40] * 60)}])
 

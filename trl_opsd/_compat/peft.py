@@ -24,6 +24,8 @@ from trl_opsd._compat.sharding import plain_name
 
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model of `transformers`, bare or wrapped by `peft`."""
+Merge: TypeAlias = Callable[[Any, list[str], Tensor], Tensor]
+"""Adds adapters, by name, to a weight of a layer."""
 
 _IRRELEVANT_FIELDS = (
     "auto_mapping",
@@ -35,22 +37,9 @@ _IRRELEVANT_FIELDS = (
     "task_type",
 )
 """Fields of an adapter's config that do not affect training."""
-_WRAPPER_NAMES = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
-"""Parts that PEFT inserts into the names of the base model's weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraFactors:
-    """The adapter of one linear layer: its output gains `scaling * B A x`."""
-
-    name: str
-    """The layer's name in a checkpoint of the base model."""
-    a: Tensor
-    """[r, in]."""
-    b: Tensor
-    """[out, r]."""
-    scaling: float
-    rank: int
+_BASE = ("base_layer", "original_module", "token_adapter")
+"""Children of PEFT's wrappers that hold a part of the base model."""
+_WRAPPER_NAMES = re.compile(rf"\.({'|'.join(_BASE)})(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,31 +92,21 @@ def has_foreign_adapter(model: CausalLM) -> bool:
 
 def base_parameters(model: CausalLM) -> dict[str, Tensor]:
     """The parameters of the base model, without those of adapters, by their names before PEFT wrapped it."""
-    wrappers = _modules_of(model, (BaseTunerLayer, AuxiliaryTrainingWrapper)) if is_peft(model) else {}
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = plain_name(name)
-        # Adapter parameters are inside a wrapper, but not below its original layer.
-        inside = _inside(name, wrappers)
-        part = name.removeprefix(f"{inside}.").partition(".")[0]
-        if inside is None or part in ("base_layer", "original_module"):
-            found[_plain(_WRAPPER_NAMES.sub("", name))] = parameter
-    return found
+    added = inside_adapters(model) if is_peft(model) else ()
+    named = model.named_parameters(remove_duplicate=False)
+    return {base_name(name): parameter for name, parameter in named if id(parameter) not in added}
 
 
-def adapters_inside(model: CausalLM) -> set[int]:
-    """Ids of the modules that adapters have put into the layers of a model."""
-    found = set[int]()
-    for layer in model.modules():
-        if isinstance(layer, BaseTunerLayer):
-            children = (child for name, child in layer.named_children() if name != "base_layer")
-            found |= {id(one) for child in children for one in child.modules()}
-    return found
+def inside_adapters(model: CausalLM) -> set[int]:
+    """Ids of the modules and tensors that adapters have put into a model, copies of its modules among them."""
+    wrappers = (one for one in model.modules() if isinstance(one, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    children = (child for one in wrappers for name, child in one.named_children() if name not in _BASE)
+    return {id(one) for child in children for one in (*child.modules(), *child.parameters(), *child.buffers())}
 
 
-def plain_layer(name: str) -> str:
-    """The name of a layer in a checkpoint of the base model."""
-    return _plain(_WRAPPER_NAMES.sub("", f"{plain_name(name)}.").removesuffix("."))
+def base_name(name: str) -> str:
+    """The name that a weight or a layer has in a checkpoint of the base model."""
+    return _WRAPPER_NAMES.sub("", plain_name(name)).removeprefix("base_model.model.")
 
 
 def describe_adapters(model: CausalLM) -> dict[str, Any] | None:
@@ -167,119 +146,82 @@ def merged_weights(model: CausalLM) -> Iterator[Weight]:
 
     Refuses adapters of a type that cannot be merged here.
     """
-    tuned, saved = _tuned_layers(model), _saved_modules(model)
-    # Merged lazily, one at a time: all merged copies at once would take a second model's memory.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if layer_name := _inside(name, tuned):
-            kind = name.removeprefix(f"{layer_name}.base_layer.")
-            if kind != name:  # otherwise a weight of the adapter
-                outer, layer = _holder(layer_name, kind, tuned)
-                yield _merged(_plain(f"{outer}.{kind}"), tensor, layer, kind)
-        elif module_name := _inside(name, saved):
-            active = f"{module_name}.modules_to_save.{saved[module_name].active_adapter}."
-            if name.startswith(active):
-                yield Weight.of(_plain(f"{module_name}.{name.removeprefix(active)}"), tensor)
+    layers: dict[str, tuple[Any, Merge]] = {}
+    trained: dict[str, Tensor] = {}
+    for name, one in _wrapped(model):
+        if isinstance(one, ModulesToSaveWrapper):
+            copies = (one.modules_to_save[adapter] for adapter in one.active_adapters if adapter in one.modules_to_save)
+            state = {} if (active := next(copies, None)) is None else active.state_dict(keep_vars=True)
+            trained |= {f"{name}.{part}": tensor for part, tensor in state.items()}
+        elif isinstance(one, ParamWrapper):
+            layers[f"{name}.{one.parameter_name}"] = one, _merged_weight
         else:
-            yield Weight.of(_plain(name), tensor)
+            layers |= {f"{name}.weight": (one, _merged_weight), f"{name}.bias": (one, _merged_bias)}
+    state = model.state_dict(keep_vars=True)
+    added = inside_adapters(model)
+    # Merged lazily, one at a time: all merged copies at once would take a second model's memory.
+    for full, tensor in state.items():
+        if id(tensor) in added:
+            continue
+        name = base_name(full)
+        if name in layers:
+            yield _merged(name, tensor, *layers[name])
+        else:
+            yield Weight.of(name, trained.get(name, tensor))
 
 
-def lora_factors(model: CausalLM) -> list[LoraFactors]:
-    """The factors of the active adapter, layer by layer. Valid only if [`why_not_plain_lora`] returns `None`."""
+def lora_factors(model: CausalLM) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """Factors A and B of the active adapter, and the scaling, by layer; only where [`why_not_plain_lora`] is `None`."""
     (adapter,) = model.active_adapters
-    return [
-        LoraFactors(
-            name=_plain(name),
-            a=layer.lora_A[adapter].weight,
-            b=layer.lora_B[adapter].weight,
-            scaling=layer.scaling[adapter],
-            rank=layer.r[adapter],
-        )
-        for name, layer in _tuned_layers(model).items()
+    return {
+        name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter])
+        for name, layer in _wrapped(model)
         if adapter in layer.lora_A
-    ]
+    }
 
 
 def why_not_plain_lora(model: CausalLM) -> str | None:
     """Why the active adapter is not plain LoRA (one pair of factors for each linear layer), or `None` if it is."""
-    adapters, tuned = model.active_adapters, _tuned_layers(model)
+    adapters = model.active_adapters
     if len(adapters) != 1:
         return f"{len(adapters)} adapters are active"
-    if _saved_modules(model):
-        return "`modules_to_save` trains whole modules besides the adapter"
-    for name, layer in tuned.items():
-        if not isinstance(layer, Linear) or name.endswith(".lm_head"):
-            return f"the adapter reaches {_plain(name)}, which is not a linear layer inside the model"
+    for name, layer in _wrapped(model):
+        if isinstance(layer, ModulesToSaveWrapper):
+            return "`modules_to_save` trains whole modules besides the adapter"
+        if not isinstance(layer, Linear) or name.endswith("lm_head"):
+            return f"the adapter reaches {name}, which is not a linear layer inside the model"
         if adapters[0] in layer.lora_variant:
             return "the adapter is a variant of LoRA such as DoRA"
         if layer.lora_bias.get(adapters[0]):
             return "`lora_bias` gives the adapter biases"
         if layer.merged:
-            return f"the adapter is already merged into {_plain(name)}"
+            return f"the adapter is already merged into {name}"
     return None
 
 
-def _tuned_layers(model: CausalLM) -> dict[str, Any]:
-    tuned = _modules_of(model, BaseTunerLayer)
-    for name, layer in tuned.items():
-        if not isinstance(layer, Linear | Embedding | ParamWrapper):
+def _wrapped(model: CausalLM) -> list[tuple[str, Any]]:
+    """PEFT's wrappers, with the names of what they wrap in a checkpoint; refuses those that cannot be merged."""
+    found = []
+    for name, one in model.named_modules():
+        if isinstance(one, Linear | Embedding | ParamWrapper | ModulesToSaveWrapper):
+            found.append((base_name(name), one))
+        elif isinstance(one, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise ValueError(
-                f"The adapter of {_plain(name)} is a {type(layer).__name__}; vLLM supports only LoRA on linear layers "
-                "and embeddings: use a `LoraConfig`, or set `use_vllm=False`."
+                f"The adapter of {base_name(name)} is a {type(one).__name__}; vLLM supports only LoRA on linear layers "
+                "and embeddings, and `modules_to_save`: use a `LoraConfig` with these, or set `use_vllm=False`."
             )
-    return tuned
+    return found
 
 
-def _saved_modules(model: CausalLM) -> dict[str, Any]:
-    saved = _modules_of(model, AuxiliaryTrainingWrapper)
-    for name, module in saved.items():
-        if not isinstance(module, ModulesToSaveWrapper):
-            raise ValueError(
-                f"{_plain(name)} is wrapped in a {type(module).__name__}: with vLLM, besides LoRA, only "
-                "`modules_to_save` is supported; use that, or set `use_vllm=False`."
-            )
-    return saved
-
-
-def _modules_of(model: CausalLM, kind: type | tuple[type, ...]) -> dict[str, Any]:
-    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, kind)}
-
-
-def _inside(name: str, modules: dict[str, Any]) -> str | None:
-    parts = name.split(".")
-    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in modules), None)
-
-
-def _holder(name: str, kind: str, tuned: dict[str, Any]) -> tuple[str, Any]:
-    """The layer's name and the wrapper of one of its weights: experts have nested wrappers, one per weight."""
-    while isinstance(tuned[name], ParamWrapper) and tuned[name].parameter_name != kind:
-        outer = name.removesuffix(".base_layer")
-        if outer == name or outer not in tuned:
-            break
-        name = outer
-    layer = tuned[name]
-    while name.endswith(".base_layer"):
-        name = name.removesuffix(".base_layer")
-    return name, layer
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.")
-
-
-def _merged(name: str, base: Tensor, layer: Any, kind: str) -> Weight:
+def _merged(name: str, base: Tensor, layer: Any, merge: Merge) -> Weight:
     adapters = [] if layer.merged or layer.disable_adapters else layer.active_adapters
     adapters = [adapter for adapter in adapters if adapter in layer.scaling]
-    parts, merge = tuple(layer.parameters()), None
-    if isinstance(layer, ParamWrapper):
-        parts = (base, *layer.lora_A.parameters(), *layer.lora_B.parameters())
-        merge = _merged_weight if kind == layer.parameter_name else None
-    elif kind == "weight":
-        merge = _merged_weight
-    elif kind == "bias" and any(layer.lora_bias.get(adapter) for adapter in adapters):
-        merge = _merged_bias
-    if merge is None or not adapters:
+    if merge is _merged_bias:
+        adapters = [adapter for adapter in adapters if layer.lora_bias.get(adapter)]
+    if not adapters:
         return Weight.of(name, base)
+    own = (child for kind, child in layer.named_children() if kind != "base_layer")
+    parts = (base, *(one for child in own for one in child.parameters()))
     return Weight(name, base, parts, partial(merge, layer, adapters))
 
 
@@ -299,8 +241,7 @@ def _merged_weight(layer: Any, adapters: list[str], base: Tensor) -> Tensor:
 def _merged_bias(layer: Any, adapters: list[str], base: Tensor) -> Tensor:
     bias = base.detach().float()
     for adapter in adapters:
-        if layer.lora_bias.get(adapter):
-            bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
+        bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
     return bias
 
 

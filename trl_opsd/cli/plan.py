@@ -28,8 +28,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.losses.streamed import tile_of
-from trl_opsd.models.adapters import adapter_at
 from trl_opsd.models.backbone import hidden_states, model_shape
+from trl_opsd.models.checks import adapter_at
 from trl_opsd.models.weights import cached_numbers, without_weights
 from trl_opsd.teacher.frozen import PASS_BYTES, bytes_per_token
 from trl_opsd.types.targets import CACHE_BYTES

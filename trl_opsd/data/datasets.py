@@ -8,21 +8,15 @@ Form is checked on one row of each shape; of the others only those are tokenized
 from __future__ import annotations
 
 import copy
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, TypeAlias, final
 
-import datasets
 import numpy as np
-from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
-from datasets.fingerprint import Hasher
 from torch.utils.data import Dataset as TorchRows
 from torch.utils.data import IterableDataset as TorchStream
 from tqdm.auto import tqdm
@@ -35,10 +29,6 @@ logger = get_logger(__name__)
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 EvalDatasets: TypeAlias = AnyDataset | dict[str, AnyDataset] | None
-
-
-DIGEST = "digest"
-"""Precedes the digest in a description of rows; in older checkpoints it is "sha256", of each row as JSON."""
 
 
 def columns_of(dataset: AnyDataset | None) -> list[str] | None:
@@ -64,7 +54,7 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
         return "none" if dataset is None else "a stream"
     # A transform may compute the rows from any column.
     found = digest(dataset, None if has_transform(dataset) else columns)
-    return f"{len(dataset)} rows, {DIGEST} {found[:16]}"
+    return f"{len(dataset)} rows, digest {found[:16]}"
 
 
 def check_alike(each: Sequence[dict[str, str]]) -> None:
@@ -149,7 +139,7 @@ _SOME = 20
 _UNKNOWN = 1 << 40
 """Tokens of images that no processor counts without reading them."""
 _FEW = 1000
-"""Rows up to which neither a progress bar nor a cache pays."""
+"""Rows up to which no progress bar is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +162,7 @@ class Rows:
     @property
     def can_be_read_ahead(self) -> bool:
         """Whether rows can be read before a tokenizer is loaded: not a stream, nor a transform, which may need one."""
-        return not (_is_stream(self.dataset) or has_transform(self.dataset))
+        return not (isinstance(self.dataset, IterableDataset) or has_transform(self.dataset))
 
     @property
     def one_of_each_shape(self) -> Numbers:
@@ -191,7 +181,7 @@ def surveyed(datasets: Mapping[str, Any], args: Any, names: Collection[str] = ()
     columns = [name for name in COLUMNS if name != "teacher"] + [*names]
     progress = args.process_index == 0 and not args.disable_tqdm
     return {
-        name: Rows(one, name, None if _is_stream(one) else Survey.of(one, columns), progress)
+        name: Rows(one, name, None if isinstance(one, IterableDataset) else Survey.of(one, columns), progress)
         for name, one in datasets.items()
         if one is not None
     }
@@ -214,7 +204,7 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     """Checks every row against the limits; with `dropped`, overlong prompts are removed and counted there instead."""
     if not reader.is_needed(columns_of(rows.dataset)):
         return rows
-    if _is_stream(rows.dataset):
+    if isinstance(rows.dataset, IterableDataset):
         # A stream is filtered while it is read, and otherwise checked when its rows are used.
         kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
         return replace(rows, dataset=kept, survey=None)
@@ -289,33 +279,12 @@ def _image_tokens(rows: Rows, reader: Reader) -> Numbers:
 
 
 def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
-    """[rows, 2]: the number of tokens of each row's prompt and their largest id, or 0 where the models know all ids."""
-    if rows.survey is None or len(numbers) <= _FEW or not datasets.is_caching_enabled():
-        return _count(rows, numbers, reader)
-    # Cached like a `datasets` map, for the machine's other processes and later runs, by all that counts depend on.
-    read = digest(rows.dataset.select(numbers), reader.columns)
-    key = Hasher.hash([read, reader.of.tokenizer, reader.settings, reader.knows_all_ids])
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
-    with PartialState().local_main_process_first():
-        if path.exists():
-            return np.load(path, allow_pickle=False)
-        counts = _count(rows, numbers, reader)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                np.save(file, counts)
-            os.replace(file.name, path)  # atomic: another process may read it meanwhile
-        except OSError as error:
-            logger.warning(f"The prompt lengths of {rows.where} cannot be cached for the next run: {error}.")
-    return counts
-
-
-def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
-    counts, kind, all_known = [], None, reader.knows_all_ids
+    """[rows, 2]: the number of tokens of each row's prompt and their largest id."""
+    counts, kind = [], None
     for requests in _requests(rows, numbers, reader.of.intake):
         prompts = [reader.prompt_of(request) for request in requests.values()]
         kind = reader.check_kind(prompts, kind)
-        counts += [(len(ids), 0 if all_known else max(ids, default=0)) for ids in reader.token_ids(prompts)]
+        counts += [(len(ids), max(ids, default=0)) for ids in reader.token_ids(prompts)]
     return np.array(counts, np.int64).reshape(-1, 2)
 
 
@@ -350,10 +319,6 @@ def _undecoded(feature: Any) -> Any:
     if isinstance(feature, List | LargeList):
         return replace(feature, feature=_undecoded(feature.feature))
     return replace(feature, decode=False) if isinstance(feature, Image) else feature
-
-
-def _is_stream(dataset: Any) -> bool:
-    return isinstance(dataset, IterableDataset)
 
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import cycle
@@ -80,6 +81,14 @@ class Prompt:
         if self.kind == "text":
             return [self.value]
         return [one["content"] for one in self.value if isinstance(one["content"], str)]
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Names the prompt in an error of the body."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from error
 
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
@@ -242,16 +251,15 @@ class Intake:
             return row
         check_columns(row, where)
         teacher = self._teacher_of(row, where)
-        images, named = None, f"The prompt in {where}"
-        if not row.keys().isdisjoint(IMAGE_COLUMNS):
-            images = images_in(row, IMAGE_COLUMNS, where)
-        student = self._acting(_seen(Prompt.of(row["prompt"], named), images), row)
+        named = f"The prompt in {where}"
+        prompt = Prompt.of(row["prompt"], named)
+        student = self._acting(_seen(prompt, images_in(row, IMAGE_COLUMNS, where)), row)
         if student.has_images and self.processors.get("", "") is None:
             raise ValueError(
                 f"{named} has images, but `processing_class` is a tokenizer: pass the student's processor, "
                 "`AutoProcessor.from_pretrained(...)`, and a student that reads images; or remove them."
             )
-        request = Request(row, where, student, teacher, self._of_teacher(row, where, teacher, student, images))
+        request = Request(row, where, student, teacher, self._of_teacher(row, where, teacher, student))
         return replace(request, contrast=self._contrast(request)) if self.contrasts else request
 
     def _acting(self, prompt: Prompt, row: Row) -> Prompt:
@@ -269,8 +277,7 @@ class Intake:
         """A row whose teacher also reads what its environment returned after the episode."""
         told, known = template.format(feedback=feedback), request.get("privileged_context")
         row = {**request.columns, "privileged_context": told if known is None else f"{known}\n\n{told}"}
-        images = images_in(row, IMAGE_COLUMNS, request.where)
-        of_teacher = self._of_teacher(row, request.where, request.teacher, request.student, images)
+        of_teacher = self._of_teacher(row, request.where, request.teacher, request.student)
         return replace(request, columns=row, of_teacher=of_teacher)
 
     def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
@@ -279,8 +286,7 @@ class Intake:
 
     def prompt_of(self, request: Request, value: Any, where: str) -> Prompt:
         """Text or messages as the prompt of a row's teacher, with its images."""
-        images = images_in(request, IMAGE_COLUMNS, request.where)
-        return self._acting(self._seen_by(request.teacher, Prompt.of(value, where), request, images), request)
+        return self._acting(self._seen_by(request.teacher, Prompt.of(value, where), request), request)
 
     def _teacher_of(self, row: Row, where: str) -> str:
         """The name of a row's teacher; a single teacher scores every row, whatever its column `teacher`."""
@@ -293,7 +299,7 @@ class Intake:
             )
         return name
 
-    def _of_teacher(self, row: Row, where: str, teacher: str, student: Prompt, images: list[Any] | None) -> Prompt:
+    def _of_teacher(self, row: Row, where: str, teacher: str, student: Prompt) -> Prompt:
         """The teacher's prompt from the columns, the student's own if they do not make it another one."""
         if self.prompt_fn is not None or not (tells_more(row) or (student.has_images and teacher in self.processors)):
             return student
@@ -309,7 +315,7 @@ class Intake:
             value = self.with_context(value, row["privileged_context"], where)
         elif teacher not in self.processors and images_in(row, TEACHER_IMAGE_COLUMNS, where) is None:
             return student
-        return self._acting(self._seen_by(teacher, Prompt.of(value, named), row, images), row)
+        return self._acting(self._seen_by(teacher, Prompt.of(value, named), row), row)
 
     def _contrast(self, request: Request) -> Prompt:
         whole, context = CONTRAST
@@ -328,9 +334,9 @@ class Intake:
             )
         return found
 
-    def _seen_by(self, teacher: str, prompt: Prompt, row: Row, images: list[Any] | None) -> Prompt:
+    def _seen_by(self, teacher: str, prompt: Prompt, row: Row) -> Prompt:
         """A teacher's prompt with the images that it sees: those of its columns or, without, the student's."""
-        theirs = images_in(row, TEACHER_IMAGE_COLUMNS, prompt.where)
+        images, theirs = (images_in(row, names, prompt.where) for names in (IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS))
         is_written = "teacher_prompt" in row or self.prompt_fn is not None  # for this teacher
         if is_written and prompt.has_images and not free(places(prompt.value)):
             images = None  # it brings its own

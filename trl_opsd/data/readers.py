@@ -116,11 +116,6 @@ class Reader:
         """What reads this prompt."""
         return self.of.tokenizers.get(prompt.processor, self.of.tokenizer)
 
-    @property
-    def _readers(self) -> list[str]:
-        """The names that the tokenizers of these prompts have in [`Readers`]."""
-        return [*self.of.tokenizers] if self.is_teachers and self.of.tokenizers else [""]
-
     def limits_of(self, request: Request) -> PromptLimits:
         """Limits of the prompt of a row."""
         return self.of.teacher_limits[request.teacher] if self.is_teachers else self.of.student_limits
@@ -138,17 +133,15 @@ class Reader:
         )
 
     @property
-    def knows_all_ids(self) -> bool:
-        """Whether the models know every token id of the tokenizer."""
-        limits = self.of.teacher_limits
-        rows = {name: limits[name].vocabulary if name else self.strictest.vocabulary for name in self._readers}
-        return all(self.of.largest_ids[name] < vocabulary for name, vocabulary in rows.items())
-
-    @property
     def is_bounded(self) -> bool:
         """Whether a prompt has at most one token for each byte, and only tokens that the models know."""
-        tokenizers = (self.of.tokenizers.get(name, self.of.tokenizer) for name in self._readers)
-        return self.knows_all_ids and all(map(at_most_one_token_per_byte, tokenizers))
+        of, read = self.of, {"": (self.of.tokenizer, self.strictest)}
+        if self.is_teachers and of.tokenizers:
+            read = {name: (one, of.teacher_limits[name]) for name, one in of.tokenizers.items()}
+        return all(
+            of.largest_ids[name] < limits.vocabulary and at_most_one_token_per_byte(tokenizer)
+            for name, (tokenizer, limits) in read.items()
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -161,31 +154,21 @@ class Reader:
         """How often a prompt may repeat the text of the columns."""
         return self.of.intake.copies if self.is_teachers else 1
 
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """What token ids depend on beside the tokenizer; equal in runs with equal options."""
-        theirs = dict(self.of.template), self.of.intake.template, *self.of.tokenizers.values()
-        more = theirs if self.is_teachers else ()
-        return (*self.of.settings, *more)
-
     def is_needed(self, columns: Iterable[str] | None) -> bool:
         """Whether rows with these columns need checking (`None` if unknown), the student's prompts being checked."""
-        if not self.is_teachers or self.is_contrast or self.of.tokenizers:
-            return not self.is_teachers or self.of.intake.prompt_fn is None
-        if self.of.intake.prompt_fn is not None:
-            return False
+        if not self.is_teachers or self.of.intake.prompt_fn is not None:
+            return not self.is_teachers
         covered = all(limits.covers(self.of.student_limits) for limits in self.of.teacher_limits.values())
-        return columns is None or not covered or not self.of.are_alike(columns)
+        return self.is_contrast or columns is None or not covered or not self.of.are_alike(columns)
 
     def image_tokens(self, request: Request) -> int | None:
         """Tokens of the images of a row's prompt; `None` if only reading them tells."""
         prompt = self.prompt_of(request)
         if not prompt.has_images:
             return 0
-        try:
-            return tokens_in(self.of.processors[prompt.processor], prompt.value)
-        except ValueError as error:
-            raise ValueError(f"{prompt.where}: {error}") from error
+        with prompt.named():
+            found = tokens_in(self.of.processors[prompt.processor], prompt.value)
+        return found
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
@@ -204,21 +187,18 @@ class Reader:
         """The token ids of prompts whose kind was checked; refuses what the chat template refuses or prints."""
         template = self.of.template if self.is_teachers else {}
         text = [prompt for prompt in prompts if not prompt.has_images]
-        of_text, last = iter(self._of_text(text, template) if text else ()), None
+        of_text, last = iter(self._of_text(text, template)), None
         found: list[list[int]] = []
         for prompt in prompts:
-            if prompt.has_images:  # one row at a time, and once for the rows of a group
-                found.append(found[-1] if are_same(last, prompt) else self._of_images(prompt, template))
-            else:
+            if not prompt.has_images:
                 found.append(next(of_text))
+            elif are_same(last, prompt):  # once for the rows of a group
+                found.append(found[-1])
+            else:
+                with prompt.named():
+                    found.append(self.of.tokenize_with_images(prompt, **template))
             last = prompt if prompt.has_images else None
         return found
-
-    def _of_images(self, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
-        try:
-            return self.of.tokenize_with_images(prompt, **template)
-        except ValueError as error:
-            raise ValueError(f"{prompt.where}: {error}") from error
 
     def _of_text(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
         try:
@@ -242,7 +222,7 @@ class Reader:
             numbers = [number for number, one in enumerate(prompts) if (one.processor, one.environment) == alike]
             values = [prompts[number].value for number in numbers]
             if name in self.of.tokenizers:
-                arguments = {**self.of.settings[0], **template}
+                arguments = {**self.of.chat_template, **template}
                 ids = read_alone(self.of.tokenizers[name], values, prompts[0].kind, arguments)
             else:
                 named = {"environment": environment} if environment else {}
@@ -297,8 +277,8 @@ class Readers:
     """The largest token id of each, and of `tokenizer` under an empty name: a large vocabulary takes long to search."""
     placeholders: frozenset[int]
     """Token ids that stand for an image or the like."""
-    settings: tuple[Any, ...]
-    """The chat template arguments of both, and whatever else `tokenize` depends on."""
+    chat_template: Mapping[str, Any]
+    """Chat template arguments of both, which `tokenize` adds by itself."""
     student_limits: PromptLimits
     """Limits of the student's prompts."""
     teacher_limits: Mapping[str, PromptLimits] = field(default_factory=dict)
@@ -386,13 +366,6 @@ class Readers:
     ) -> None:
         """Checks that each prompt and its completion fit into the context of the row's teacher, or of this one."""
         for request, ids, length in zip(requests, prompt_ids, completion_lengths, strict=True):
-            limits = self.teacher_limits[teacher or request.teacher]
-            if limits.context is not None and len(ids) + length > limits.context:
-                raise ValueError(
-                    f"The teacher's input for {request.where} has {len(ids)} prompt tokens and {length} completion "
-                    f"tokens, but its context is {limits.context} tokens: shorten its prompt, or the output of tools."
-                )
-            # The completion is known by now, so no room has to be kept for it.
-            replace(limits, completion=0).check(
-                len(ids), max(ids, default=0), f"The teacher's input for {request.where}"
-            )
+            # The completion is known by now, so no more room has to be kept for it.
+            limits = replace(self.teacher_limits[teacher or request.teacher], completion=length)
+            limits.check(len(ids), max(ids, default=0), f"The teacher's prompt for {request.where}")

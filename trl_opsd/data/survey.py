@@ -98,7 +98,8 @@ def _batches(dataset: Dataset, names: list[str]) -> Iterator[pa.RecordBatch]:
 
 def _seen(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
     """Of each value a hash of its shape, 0 for `None`, and its size."""
-    forms, sizes = np.full(len(values), _hash("valid")), np.zeros(len(values), np.int64)
+    forms: Numbers = np.full(len(values), _hash("valid"))
+    sizes: Numbers = np.zeros(len(values), np.int64)
     if pa.types.is_struct(values.type):
         for field in values.type:
             form, size = _seen(pc.struct_field(values, field.name), field.name)

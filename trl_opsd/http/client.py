@@ -20,10 +20,17 @@ from urllib.parse import urlsplit
 
 from torch import distributed
 
-from trl_opsd._compat.server import aiohttp
 from trl_opsd._compat.values import pydantic
 from trl_opsd.errors import ServerError
 from trl_opsd.http.urls import is_this_machine, token_header
+
+try:
+    import aiohttp
+except ModuleNotFoundError as error:
+    raise ValueError(
+        f"Servers (`teacher_server_url`, `sglang_server_url`, `vllm_mode='server'`) need {error.name}, which is not "
+        f"installed: `pip install {error.name}`."
+    ) from error
 
 T = TypeVar("T")
 Parsed = TypeVar("Parsed", bound=pydantic.BaseModel)

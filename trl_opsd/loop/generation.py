@@ -122,11 +122,11 @@ class Generation:
 
     def prove_student(self) -> None:
         """Verifies the student by running it, unless that was done, once its weights are where they will be."""
-        host, args = self._host, self._host.args
+        host = self._host
         if self._is_proved:
             return
         more = () if host.cross is None else host.cross.probes
-        host.batching = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
+        host.batching = prove_student(host.model, host.in_student, host.accelerator, host.args.padding_free, more)
         self._is_proved = True
         if host.reads_images:
             self.prove_images()

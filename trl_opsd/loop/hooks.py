@@ -26,7 +26,7 @@ from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints import UNFINISHED, on_disk
 from trl_opsd.data.completions import solutions_as_context, with_prompts
-from trl_opsd.data.pictures import Pictures
+from trl_opsd.data.images import Pictures
 from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
 from trl_opsd.loop.batch import Batch, Batches

@@ -84,7 +84,7 @@ class Teaching:
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
             placeholders=frozenset(host.placeholders),
-            settings=(host.chat_template_kwargs, [tool.__name__ for tool in host.tools or ()], self._processors()),
+            chat_template=host.chat_template_kwargs,
             student_limits=student_limits(host.model, host.args),
         )
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead

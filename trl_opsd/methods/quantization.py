@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import (
-    adapters_inside,
+    base_name,
     base_parameters,
+    inside_adapters,
     is_peft,
-    plain_layer,
     why_not_plain_lora,
     without_peft,
 )
@@ -131,10 +131,10 @@ class StudentQuantization(Method, TrainerCallback):
 
 def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers by their names in a checkpoint of the base, without those of adapters."""
-    inside = adapters_inside(model)
+    inside = inside_adapters(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and id(module) not in inside:
-            yield plain_layer(name), module
+            yield base_name(name), module
 
 
 _LOGS = Logs(

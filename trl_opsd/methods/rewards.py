@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd._compat.values import Finite, NotNegative
-from trl_opsd.data.outcomes import Outcome, reads_outcome, texts_of
+from trl_opsd.data.completions import Outcome, reads_outcome, texts_of
 from trl_opsd.data.prompts import SUCCESS_TEMPLATE
 from trl_opsd.environments import Environments
 from trl_opsd.losses.divergence import describe

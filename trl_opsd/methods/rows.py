@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_opsd.data.outcomes import Outcome
+from trl_opsd.data.completions import Outcome
 from trl_opsd.data.prompts import Prompt, Request
 from trl_opsd.types.rollout import RowImages
 

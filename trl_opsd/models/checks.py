@@ -1,4 +1,4 @@
-"""Checks of models as a user passes them: that they can be loaded, fit the device and the launch, and are trained."""
+"""Models and adapters as a user passes them: whether they can be loaded, fit the device, are trained, or can teach."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import CONFIG_NAME, cached_file
 
-from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
+from trl_opsd._compat.peft import (
+    CausalLM,
+    is_peft,
+    read_config,
+    reads_prompts,
+    rewrites_base,
+    with_adapter,
+    without_peft,
+)
 from trl_opsd._compat.sharding import class_of, whole_numel
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.backbone import context_of, model_shape
@@ -66,6 +75,16 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
 
 def place_of(loading: Mapping[str, Any]) -> dict[str, Any]:
     return {name: loading[name] for name in PLACE_OPTIONS if loading.get(name) is not None}
+
+
+def file_at(path: str, name: str, place: Mapping[str, Any]) -> str | None:
+    """The file of this name at a path or model id; `None` if there is none, or if it is neither of them."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        found: str | None = cached_file(path, name, **place, **quiet)
+    except (OSError, ValueError):  # neither a folder nor the form of a model id
+        return None
+    return found
 
 
 def student_limits(student: CausalLM, args: Any) -> PromptLimits:
@@ -140,19 +159,14 @@ def check_in_memory(student: Any, device: torch.device) -> None:
 
 def check_on_device(model: Any, device: torch.device, who: str, instead: str) -> None:
     """Refuses a model with parts on other devices or not in memory; `instead` is what to do if it does not fit."""
-    if (missing := next((name for name, one in model.named_parameters() if one.is_meta), None)) is not None:
-        raise ValueError(
-            f"{missing!r} of the {who} ({type(model).__name__}) is not in memory (its device is 'meta'): load it with "
-            "`from_pretrained`, without offloading to disk or host memory (`device_map`). If it does not fit, "
-            f"{instead}."
-        )
     # The loss needs both heads on one device, and offloaded parts would be copied for every token.
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    places |= {"meta" for one in model.parameters() if one.is_meta}
     number = device.index or 0
     if places - {f"{device.type}:{number}", str(number), device.type if number == 0 else ""}:
         raise ValueError(
-            f"The {who} ({type(model).__name__}) was loaded with a `device_map` onto "
-            f"{', '.join(sorted(places))}, but this process computes on {device}: load it without "
+            f"The {who} ({type(model).__name__}) is not in memory of {device}, where this process computes, but was "
+            f"loaded with a `device_map` onto {', '.join(sorted(places))}: load it with `from_pretrained`, without "
             f"`device_map`. If it does not fit there, {instead}."
         )
 
@@ -188,6 +202,81 @@ def check_optimizer(student: nn.Module, optimizer: Any, scheduler: Any = None) -
             (has_none, "The optimizer has no trainable parameter of the student", why),
         ]
     )
+
+
+# ---- Adapters at a path or model id ----------------------------------------------------------------------------------
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""File in which PEFT describes an adapter."""
+_WEIGHTS = "adapter_model.safetensors"
+_QUOTED = 400
+"""Characters of an error that are quoted."""
+_MERGE = (
+    "Merge it (`AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)`), and pass "
+    "that folder."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that is not loaded yet."""
+
+    path: str
+    config: Any
+    """PEFT's config of it."""
+    loading: Mapping[str, Any]
+    """Options that say where it is."""
+
+    @property
+    def base(self) -> str:
+        """The path or model id of its base."""
+        return str(self.config.base_model_name_or_path)
+
+    @property
+    def loading_of_base(self) -> dict[str, Any]:
+        """Options that say where its base is: its own, but for those that name a place in its repository."""
+        own = {"subfolder": None, "revision": getattr(self.config, "revision", None)}
+        return {name: one for name, one in {**self.loading, **own}.items() if one is not None}
+
+    def check(self, called: str) -> None:
+        """Refuses an adapter that cannot teach, or whose base cannot be found."""
+        config, wrong = self.config, None
+        replicates, biases = getattr(config, "layer_replication", None), getattr(config, "bias", "none") != "none"
+        if reads_prompts(config):
+            wrong = "it acts through prompts, which a teacher computes without: use LoRA."
+        elif rewrites_base(config) or replicates or biases:
+            wrong = f"it changes its base, which others share. {_MERGE}"
+        if wrong is not None:
+            raise ValueError(f"`{called}={self.path!r}`: {wrong}")
+        language_config(self.base, f"{self.path}/{ADAPTER_CONFIG}: base_model_name_or_path", self.loading_of_base)
+
+    def put_on(self, model: CausalLM, name: str) -> CausalLM:
+        """Puts it into the layers of its base under a name, beside others, and makes it the active one."""
+        try:
+            # No pickle, which PEFT would take as well.
+            file = cached_file(self.path, _WEIGHTS, **place_of(self.loading))
+            return with_adapter(model, self.config, Path(file or ""), name)
+        except (OSError, ValueError, LookupError, RuntimeError) as error:  # no file, other layers, shapes or options
+            raise ValueError(
+                f"The adapter {self.path!r}, on its base {self.base!r}: {' '.join(str(error).split())[:_QUOTED]}. Name "
+                f"the right base in its {ADAPTER_CONFIG}, or save the adapter again. If both are right, its weights "
+                f"cannot be used beside those of others. {_MERGE}"
+            ) from error
+
+
+def adapter_at(path: Any, loading: Mapping[str, Any]) -> Adapter | None:
+    """The adapter at a path or model id; `None` if there is none, or if it is no path."""
+    found = file_at(path, ADAPTER_CONFIG, place_of(loading)) if isinstance(path, str) else None
+    if found is None:
+        return None
+    try:
+        config = read_config(Path(found).parent)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{found} cannot be read ({type(error).__name__}: {error}): save the adapter again."
+        ) from error
+    return Adapter(path, config, dict(loading))
 
 
 # ---- In words -------------------------------------------------------------------------------------------------------

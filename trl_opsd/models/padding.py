@@ -100,10 +100,14 @@ def prove_batch_policy(
         needs_mask = not all(agree(one_LH[:_SHORT], alone_SH) for one_LH in bare_2LH)
         return replace(_within_borders(read, ids_L[:_SHORT], borders), needs_mask=needs_mask)
     # They differ. First exclude causes other than batching, so that the message names the right one.
-    if gap := _gap(_plain(read, ids_L[None, :_SHORT])[0], alone_SH, called, "in a second forward pass"):
-        raise ValueError(gap)
-    if gap := _gap(_plain(read, ids_L[None])[0, :_SHORT], alone_SH, called, "if more tokens follow"):
-        raise ValueError(gap)
+    for tokens, when in ((_SHORT, "in a second forward pass"), (_WIDTH, "if more tokens follow")):
+        found_SH = _plain(read, ids_L[None, :tokens])[0, :_SHORT]
+        if not agree(found_SH, alone_SH):
+            raise ValueError(
+                f"The {called} changes the hidden state of a token by {distances(found_SH, alone_SH).max():.2g} of its "
+                f"norm {when}, even without padding, so its predictions do not depend only on the preceding tokens: "
+                "use a causal language model that is deterministic in eval mode."
+            )
     # Padding fails, but rows of equal length need none.
     together_SH = _plain(read, torch.stack([ids_L[:_SHORT], ids_L[_SHORT : 2 * _SHORT]]))[0]
     return BatchPolicy(0, batches_equal_lengths=agree(together_SH, alone_SH))
@@ -144,16 +148,6 @@ def gap_of_packing(read: Read, vocabulary: int, device: torch.device) -> float |
 
 def _plain(read: Read, ids_nL: Tensor) -> Tensor:
     return read(ids_nL, torch.ones_like(ids_nL), None)
-
-
-def _gap(found_SH: Tensor, expected_SH: Tensor, called: str, when: str) -> str | None:
-    if agree(found_SH, expected_SH):
-        return None
-    return (
-        f"The {called} changes the hidden state of a token by {distances(found_SH, expected_SH).max():.2g} of its "
-        f"norm {when}, even without padding, so its predictions do not depend only on the preceding tokens: use a "
-        "causal language model that is deterministic in eval mode."
-    )
 
 
 def agree(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:

@@ -11,11 +11,9 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import cached_file
 
 from trl_opsd._compat.trl import get_config_model_id
-from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.checks import place_of
+from trl_opsd.models.checks import adapter_at, file_at, place_of
 
 logger = get_logger(__name__)
 
@@ -43,11 +41,7 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
 
 def has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
     """Whether a path or model id has tokenizer files, without which `AutoTokenizer` builds an empty tokenizer."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
-        return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
-    except (OSError, ValueError):  # neither a folder nor the form of a model id
-        return False
+    return any(file_at(path, name, place) for name in ("tokenizer_config.json", "tokenizer.json"))
 
 
 def tokenizer_at(path: str, loading: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -79,16 +73,6 @@ def check_processing_class(processing_class: Any) -> None:
 
 
 _HOW_TO_GROW = "after `tokenizer.add_tokens`, resize the model with `model.resize_token_embeddings(len(tokenizer))`"
-
-
-def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
-    """The vocabulary size in a model's config, or `None` where it has none; loads no weights."""
-    if not isinstance(model, str):
-        rows: int | None = getattr(model.config.get_text_config(), "vocab_size", None)
-        return rows
-    config, _ = PretrainedConfig.get_config_dict(model, **place_of(loading))
-    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return rows
 
 
 def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int | None) -> None:

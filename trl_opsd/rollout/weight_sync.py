@@ -128,8 +128,8 @@ def adapter_of(model: CausalLM, dtype: torch.dtype, device: torch.device, gather
         return whole(part.detach().to(device, dtype, copy=True))
 
     factors = lora_factors(model)
-    with gathered([part for one in factors for part in (one.a, one.b) if in_zero3(part)]):
-        layers = {one.name: (copied(one.a), copied(one.b), one.scaling) for one in factors}
+    with gathered([part for a, b, _ in factors.values() for part in (a, b) if in_zero3(part)]):
+        layers = {name: (copied(a), copied(b), scaling) for name, (a, b, scaling) in factors.items()}
     return layers, sum(a.nbytes + b.nbytes for a, b, _ in layers.values())
 
 
@@ -146,12 +146,12 @@ def as_saved_by_peft(layers: Layers) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 def adapter_rank(model: CausalLM) -> int:
     """The largest rank of the student's adapter."""
-    return max(one.rank for one in lora_factors(model))
+    return max(whole_shape(a)[0] for a, _, _ in lora_factors(model).values())
 
 
 def adapter_layers(model: CausalLM) -> list[str]:
     """The layers with an adapter, by the names of a checkpoint; empty if it cannot be sent separately."""
-    return [one.name for one in lora_factors(model)] if is_peft(model) and not why_not_plain_lora(model) else []
+    return list(lora_factors(model)) if is_peft(model) and not why_not_plain_lora(model) else []
 
 
 def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:

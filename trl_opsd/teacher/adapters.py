@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trl_opsd._compat.peft import CausalLM, activate, adapter_weights, base_parameters
-from trl_opsd.models.adapters import Adapter
 from trl_opsd.models.backbone import Run
-from trl_opsd.models.checks import sizes
+from trl_opsd.models.checks import Adapter, sizes
 from trl_opsd.models.weights import Samples, sample
 from trl_opsd.teacher.frozen import Placement, Resident
 from trl_opsd.teacher.self_teacher import unchanged

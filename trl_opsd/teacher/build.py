@@ -20,9 +20,8 @@ from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
-from trl_opsd.models.adapters import Adapter, adapter_at
 from trl_opsd.models.backbone import Run, model_shape
-from trl_opsd.models.checks import whole_checkpoint, whole_on
+from trl_opsd.models.checks import Adapter, adapter_at, whole_checkpoint, whole_on
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.weights import Samples
 from trl_opsd.options.rules import refuse

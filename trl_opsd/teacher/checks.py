@@ -16,8 +16,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.tokenization import check_token_maps
 from trl_opsd.http.urls import ONLY, server_urls
-from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.checks import PLACE_OPTIONS, place_of
+from trl_opsd.models.checks import PLACE_OPTIONS, adapter_at, place_of
 from trl_opsd.models.tokenizers import has_tokenizer, text_tokenizer, tokenizer_at
 from trl_opsd.options.rules import refuse, shown
 from trl_opsd.teacher.base import Teacher
