@@ -253,7 +253,8 @@ class Intake:
         teacher = self._teacher_of(row, where)
         named = f"The prompt in {where}"
         prompt = Prompt.of(row["prompt"], named)
-        student = self._acting(_seen(prompt, images_in(row, IMAGE_COLUMNS, where)), row)
+        images = None if row.keys().isdisjoint(IMAGE_COLUMNS) else images_in(row, IMAGE_COLUMNS, where)
+        student = self._acting(_seen(prompt, images), row)
         if student.has_images and self.processors.get("", "") is None:
             raise ValueError(
                 f"{named} has images, but `processing_class` is a tokenizer: pass the student's processor, "

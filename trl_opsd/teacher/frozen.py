@@ -181,7 +181,7 @@ def score(
             # Surplus passes re-read one row so that collectives stay matched between processes.
             for _ in range(passes - reading - len(groups)):
                 run(completion_hidden, rollout.select([0]).cut().to(device), policy)
-    return keeper.targets()
+            return keeper.targets()
 
 
 def pass_groups(

@@ -187,9 +187,13 @@ def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: s
     """Refuses hidden states that are the same after different tokens; waits for the weights and one comparison."""
     counts_BC = rollout.weights.cpu() != 0
     places = {row: counts_BC[row].nonzero().squeeze(1) for row in counts_BC.any(1).nonzero().flatten().tolist()}
-    first = next((targets.of(row, of_row[:1]) for row, of_row in places.items()), None)
-    # Of nearly all teachers the first row with two tokens differs, and nothing else is compared.
-    if first is None or not all((targets.of(*one) == first).all() for one in places.items()):
+    first = None
+    for row, of_row in places.items():
+        states = targets.of(row, of_row)
+        first = states[:1] if first is None else first
+        if not (states == first).all():
+            return  # as of nearly all teachers, in the first row with two tokens
+    if first is None:
         return
     read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)
     read_N = read_BC.cpu()[counts_BC]
