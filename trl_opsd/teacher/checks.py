@@ -88,6 +88,11 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
                 f"There are two teachers, `teacher_model` and {shown(args, 'teacher_model_kind')}",
                 "remove one of them",
             ),
+            (
+                isinstance(teacher_model, Mapping) and len(teachers) < 2,
+                "`teacher_model` is a dict with one teacher",
+                "expected at least two names, which rows have in a column 'teacher'; or pass the teacher itself",
+            ),
             ("" in teachers, "`teacher_model` has an empty name", "expected one that a column 'teacher' can contain"),
             (
                 unknown := sorted({*urls} - {*teachers}),
