@@ -132,6 +132,7 @@ def test_several_offloaded_teachers_keep_no_head_on_the_device(make_trainer):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
+        ({"math": tiny.qwen2(48, 1)}, ValueError, "a dict with one teacher: expected at least two names"),
         ({"math": tiny.qwen2(48, 1), "prose": 3}, TypeError, r"`teacher_model\['prose'\]` is a int: expected a path"),
     ],
 )

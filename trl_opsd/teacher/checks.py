@@ -87,6 +87,11 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
                 f"There are two teachers, `teacher_model` and {shown(args, 'teacher_model_kind')}",
                 "remove one of them",
             ),
+            (
+                isinstance(teacher_model, Mapping) and len(teachers) < 2,
+                "`teacher_model` is a dict with one teacher",
+                "expected at least two names, which rows have in a column 'teacher'; or pass the teacher itself",
+            ),
             ("" in teachers, "`teacher_model` has an empty name", "expected one that a column 'teacher' can contain"),
             (
                 unknown := sorted({*urls} - {*teachers}),
@@ -105,26 +110,18 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
 
 
 def _check_one(teacher: Any, student: Any, called: str) -> None:
-    model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
-    refuse(
-        [
-            (
-                (teacher is student and not isinstance(student, str)) or share_memory(teacher, student),
-                f"{called} shares parameters with the student",
-                "it would be trained too; load the teacher as a separate object, or set `teacher_model_kind`",
-            ),
-            (
-                isinstance(model, nn.Module) and fake_quantized(model),
-                f"{called} computes with the quantised weights of an earlier training",
-                "load the teacher anew, or from the folder `quantized` of a save if it is to teach quantised",
-            ),
-        ]
-    )
+    is_shared = (teacher is student and not isinstance(student, str)) or share_memory(teacher, student)
+    why = "it would be trained too; load the teacher as a separate object, or set `teacher_model_kind`"
+    refuse([(is_shared, f"{called} shares parameters with the student", why)])
     if not isinstance(teacher, TeacherLike) and not (isinstance(teacher, nn.Module) and is_peft(teacher)):
         raise TypeError(
             f"{called} is a {type(teacher).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, a "
             "`trl_opsd.Teacher`, or a dict of them by name."
         )
+    model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
+    what = f"{called} computes with the quantised weights of an earlier training"
+    why = "load the teacher anew, or from the folder `quantized` of a save if it is to teach quantised"
+    refuse([(isinstance(model, nn.Module) and fake_quantized(model), what, why)])
 
 
 def share_memory(teacher: Any, student: CausalLM) -> bool:
