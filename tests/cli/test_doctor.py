@@ -374,10 +374,7 @@ def test_multimodal_checkpoints_are_examined_as_a_training_loads_them(family, tm
         assert [type(one.model) for one in (found.student, found.teacher)] == [type(model)] * 2
         assert len(found.student.tokenizer.get_vocab()) == tiny.VOCABULARY
         of = verdicts(all_found := checks.examine(found))
-        assert (of["failed"], of["skipped"]) == ([], []), all_found
-        said = {one.name: one.said for one in all_found if one.verdict == "warning"}
-        assert list(said) == ["student's gradients"]
-        assert "visual" in said["student's gradients"] or "vision" in said["student's gradients"]
+        assert (of["failed"], of["skipped"], of["warning"]) == ([], [], []), all_found
 
 
 def test_teacher_without_tokenizer_warns(folders):
