@@ -176,7 +176,7 @@ def lora_factors(model: CausalLM) -> dict[str, tuple[Tensor, Tensor, float]]:
     return {
         name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter])
         for name, layer in _wrapped(model)
-        if adapter in layer.lora_A
+        if isinstance(layer, Linear) and adapter in layer.lora_A
     }
 
 
