@@ -106,7 +106,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("named", "given"), OPTIONS, ids=repr)
+@pytest.mark.parametrize(("named", "given"), OPTIONS)
 def test_an_option_is_refused_by_name(tmp_path, named, given):
     with pytest.raises(ValueError, match=named):
         tiny.config(tmp_path, **given)
@@ -174,7 +174,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.before_loading
-@pytest.mark.parametrize(("named", "given"), METHODS, ids=repr)
+@pytest.mark.parametrize(("named", "given"), METHODS)
 def test_a_setting_is_refused_by_name(refuses, named, given):
     refuses(named, given)
 
