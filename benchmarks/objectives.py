@@ -27,7 +27,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.describe import Banner
+from trl_opsd.report.describe import Banner
 
 ROWS = 64
 """Completions of a step, as in the examples."""

@@ -16,8 +16,6 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 
 FLOORS = {
-    "errors": 0,
-    "metrics": 0,
     "progress": 0,
     "types": 0,
     "_compat": 1,
@@ -25,18 +23,15 @@ FLOORS = {
     "data": 1,
     "losses": 1,
     "environments": 2,
-    "http": 2,
     "options": 2,
     "parallel": 2,
     "config": 3,
     "models": 3,
     "methods": 4,
-    "report": 4,
+    "report": 5,
     "rollout": 4,
     "teacher": 4,
     "bytes": 5,
-    "describe": 5,
-    "fingerprint": 5,
     "prepare": 5,
     "loop": 6,
     "trainer": 7,
@@ -47,7 +42,7 @@ FLOORS = {
 """A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
 
 OPTIONAL = ("vllm", "deepspeed", "peft", "trl", "aiohttp", "pydantic")
-"""Each is imported by one file or folder of `_compat/`; aiohttp by the client of servers."""
+"""Each is imported by one file or folder of `_compat/`."""
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
@@ -70,7 +65,7 @@ def imports(file: Path, source: str) -> set[str]:
     package = ("trl_opsd", *file.parent.parts)
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
-        if room(file) in ("describe", "loop") and ast.unparse(node) == HELD:
+        if room(file) in ("report", "loop") and ast.unparse(node) == HELD:
             continue
         match node:
             case ast.Import(names=names):
@@ -157,7 +152,7 @@ def test_optional_libraries_are_imported_in_one_place(library):
     importers = [file for file in FILES if library in libraries(file, read(file))]
     places = {file.parts[:2] for file in importers}
     assert len(places) == 1, importers or f"nothing imports {library}: take it out of OPTIONAL"
-    assert {folder for folder, _ in places} == {"http" if library == "aiohttp" else "_compat"}, importers
+    assert {folder for folder, _ in places} == {"_compat"}, importers
 
 
 GUARDED = {"triton": "comes with a torch for CUDA", "trackio": "is asked for where `report_to` names it"}

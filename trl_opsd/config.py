@@ -10,11 +10,11 @@ import torch
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.urls import refuse_several, server_urls
 from trl_opsd._compat.values import Natural, NotNegative, Positive, Share, Unit
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
 from trl_opsd.data.prompts import check_template
-from trl_opsd.http.urls import refuse_several, server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import divergence_of

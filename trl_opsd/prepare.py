@@ -20,6 +20,7 @@ from trl_opsd._compat.peft import has_foreign_adapter, is_peft
 from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd._compat.urls import ONLY
 from trl_opsd._compat.versions import warn_of_untested
 from trl_opsd.checkpoints import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
@@ -41,7 +42,6 @@ from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import look_at
 from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
-from trl_opsd.http.urls import ONLY
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.methods import built
 from trl_opsd.methods.base import Method

@@ -23,7 +23,6 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
-from trl_opsd.describe import Banner, published, text
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods
 from trl_opsd.loop.teaching import Teaching
@@ -44,6 +43,7 @@ from trl_opsd.options.normalize import drawn_otherwise
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.prepare import prepare
+from trl_opsd.report.describe import Banner, published, text
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.teacher import FrozenTeacher, Resident, Teacher
 from trl_opsd.teacher.checks import TeacherLike

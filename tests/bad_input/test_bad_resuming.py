@@ -14,7 +14,7 @@ from support import tiny
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.checkpoints import MANIFEST
-from trl_opsd.fingerprint import FILE
+from trl_opsd.loop.fingerprint import FILE
 
 pytestmark = pytest.mark.refusal
 

@@ -15,7 +15,7 @@ from trl_opsd.teacher import Resident
 from trl_opsd.teacher.teachers import Teachers
 
 pytestmark = pytest.mark.refusal
-OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.metrics", "trl_opsd.types", "trl_opsd.trainer")
+OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.types.metrics", "trl_opsd.types", "trl_opsd.trainer")
 
 
 class Own(Teacher):

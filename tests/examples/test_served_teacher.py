@@ -15,9 +15,9 @@ import train
 import yaml
 from support import serving, tiny
 
+from trl_opsd._compat.urls import server_urls
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import set_loading
-from trl_opsd.http.urls import server_urls
 
 FILES = sorted((Path(train.__file__).parent / "served_teacher").glob("*.yaml"))
 OF_ANOTHER = {"several_runs"}

@@ -16,7 +16,7 @@ from alike import Alike, stir
 from server_lab import CONTEXT
 from vllm_lab import by_hf, gap, student
 
-from trl_opsd.http.client import HTTPClient
+from trl_opsd._compat.http import HTTPClient
 from trl_opsd.rollout import vllm_server, weight_sync
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServer

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from support import tiny
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.describe import Banner
+from trl_opsd.report.describe import Banner
 
 TEXTS = ["2+2=", "The sky is"]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]

@@ -16,11 +16,11 @@ from support import serving, tiny
 from support.failing_server import Pretended, Scoring, after, hang_up, pretended
 from transformers import AutoModelForCausalLM
 
-from trl_opsd.errors import ServerError
-from trl_opsd.http.client import WrongAnswerError
+from trl_opsd._compat.http import WrongAnswerError
 from trl_opsd.teacher import servers
 from trl_opsd.teacher.served import ServedTeacher, answers_of
 from trl_opsd.teacher.servers import TeacherServer
+from trl_opsd.types.errors import ServerError
 
 V, K = tiny.VOCABULARY, 8
 KINDS = {"states": (Pretended, {}), "vLLM": (Scoring, {"api": "vllm"}), "SGLang": (Scoring, {"api": "sglang"})}

@@ -10,7 +10,7 @@ from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
-from trl_opsd.http.urls import server_urls
+from trl_opsd._compat.urls import server_urls
 
 URL = "http://127.0.0.1:8000"
 

@@ -15,10 +15,10 @@ from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.methods.base import Method
-from trl_opsd.metrics import BATCHES, MEAN, Logs, Metric
 from trl_opsd.models.probes import Probe, Probed
 from trl_opsd.options.rules import refuse, shown
 from trl_opsd.teacher.base import Teacher
+from trl_opsd.types.metrics import BATCHES, MEAN, Logs, Metric
 
 _OF_TOKENS = ("top_k_teacher", "kl_clip", "teacher_server_url", "teacher_model_kind", "teacher_targets")
 """Options of a teacher that has the student's tokens."""

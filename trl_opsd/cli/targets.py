@@ -15,11 +15,11 @@ from accelerate.utils import gather_object
 from datasets import Dataset, Features, List, Value, load_dataset
 from tqdm import tqdm
 
-from trl_opsd import fingerprint
 from trl_opsd._compat.sharding import gathered_head, is_split_model
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.data.completions import COMPLETION, TOKENS
+from trl_opsd.loop import fingerprint
 from trl_opsd.loop.stored import check_same, made_for
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.models.backbone import preserved_mode, shape_of

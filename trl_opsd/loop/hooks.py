@@ -569,7 +569,7 @@ class TrainerHooks(TrainerMembers):
 
     @property
     def _paper(self) -> dict[str, str]:
-        from trl_opsd.describe import SELF_DISTILLATION
+        from trl_opsd.report.describe import SELF_DISTILLATION
 
         paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
         return paper
@@ -599,6 +599,6 @@ class TrainerHooks(TrainerMembers):
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            from trl_opsd.describe import complete_card
+            from trl_opsd.report.describe import complete_card
 
             complete_card(self)

@@ -25,13 +25,13 @@ from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.metrics import Mean, Metric, is_taken
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import checked
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import Rollout
+from trl_opsd.types.metrics import Mean, Metric, is_taken
 from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.methods.targets import Anchor
-from trl_opsd.metrics import Metric, evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts, Rollout
 from trl_opsd.types.loss import columns
+from trl_opsd.types.metrics import Metric, evaluated_names
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
 from trl_opsd.data.images import begin_reading, places, settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
+from trl_opsd.loop import fingerprint
 from trl_opsd.loop.overrides import own_verbs
 from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts

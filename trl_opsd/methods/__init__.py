@@ -20,7 +20,7 @@ from trl_opsd.methods.quantization import Certificate, StudentQuantization
 from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.methods.selection import TokenSelection
 from trl_opsd.methods.targets import Anchor, Contrast, Extrapolation
-from trl_opsd.metrics import OF_TRAINER, Metric
+from trl_opsd.types.metrics import OF_TRAINER, Metric
 
 METHODS: tuple[type[Method], ...] = (
     StudentQuantization,

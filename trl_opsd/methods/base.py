@@ -20,8 +20,8 @@ from torch import Tensor
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.rows import BatchRow, Written
-from trl_opsd.metrics import Metric
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
+from trl_opsd.types.metrics import Metric
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -13,8 +13,8 @@ from torch import Tensor
 from trl_opsd._compat.values import NotNegative
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.metrics import STEPS, Logs, Metric
 from trl_opsd.types.loss import columns
+from trl_opsd.types.metrics import STEPS, Logs, Metric
 
 _MIXED = Logs(STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)
 _MIXED_SOME = Logs(f"{STEPS} that had some", _MIXED.appears, evaluated=False)

@@ -38,11 +38,11 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.losses import ForwardKL, streamed_divergence
 from trl_opsd.losses.streamed import streamed_greedy
 from trl_opsd.methods.base import Method
-from trl_opsd.metrics import Logs, Metric
 from trl_opsd.models.checks import PLACE_OPTIONS
 from trl_opsd.models.weights import first_change, sample
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import LazyLogits
+from trl_opsd.types.metrics import Logs, Metric
 
 FOLDER = "quantized"
 """The folder of the quantised student, beside its weights."""

@@ -36,9 +36,9 @@ from trl_opsd.methods.reward_functions import (
     placed_model,
 )
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.metrics import BATCHES, STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout
+from trl_opsd.types.metrics import BATCHES, STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 
 _EPSILON = 1e-4
 """Added to each standard deviation before a division, as in TRL."""

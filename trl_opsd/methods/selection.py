@@ -19,10 +19,10 @@ from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.metrics import STEPS, Logs, Metric
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
 from trl_opsd.types.loss import columns
+from trl_opsd.types.metrics import STEPS, Logs, Metric
 
 logger = get_logger(__name__)
 

@@ -14,8 +14,8 @@ from trl_opsd.losses import ReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.metrics import WEIGHTED, Logs, Metric
 from trl_opsd.types import Rollout
+from trl_opsd.types.metrics import WEIGHTED, Logs, Metric
 
 
 @final

@@ -41,7 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.versions import CACHE
-from trl_opsd.errors import NonFiniteError
+from trl_opsd.types.errors import NonFiniteError
 
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",

@@ -17,11 +17,10 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
+from trl_opsd._compat.http import HTTPClient, Response, Responses
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd.config import OPSDConfig
-from trl_opsd.errors import ServerError
-from trl_opsd.http.client import HTTPClient, Response, Responses
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
@@ -30,6 +29,7 @@ from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, note, version_of
 from trl_opsd.rollout.weight_sync import Stream, adapter_of, base_weights_of, chosen_sync, saved_by
 from trl_opsd.types import Completion
+from trl_opsd.types.errors import ServerError
 
 if TYPE_CHECKING:
     from trl_opsd.rollout.sglang import SGLangServer

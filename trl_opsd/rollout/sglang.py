@@ -15,15 +15,15 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.http import Count, HTTPClient, Response, Schema, ServerKind, TokenId, shown
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.urls import ROLLOUT_TOKEN, url_of
 from trl_opsd._compat.values import pydantic
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
-from trl_opsd.errors import ServerError
-from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, shown
-from trl_opsd.http.urls import ROLLOUT_TOKEN, url_of
 from trl_opsd.rollout.weight_sync import Layers, as_saved_by_peft, buckets, weights_of
 from trl_opsd.types import Completion
+from trl_opsd.types.errors import ServerError
 
 _ADAPTERS = "--enable-lora --max-lora-rank 64 --lora-target-modules all"
 """What an SGLang server is started with to load adapters."""

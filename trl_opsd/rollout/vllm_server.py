@@ -18,17 +18,17 @@ import torch
 from accelerate.utils import patch_environment
 from safetensors.torch import save_file
 
+from trl_opsd._compat.http import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
 from trl_opsd._compat.peft import CausalLM, Weight, is_peft, without_peft
 from trl_opsd._compat.trl import VLLMClient
+from trl_opsd._compat.urls import ROLLOUT_TOKEN, is_this_machine, url_of
 from trl_opsd._compat.values import pydantic
 from trl_opsd._compat.vllm.supported import HEAD, may_have_head, why_no_adapter
 from trl_opsd.config import OPSDConfig
-from trl_opsd.errors import ServerError
-from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
-from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine, url_of
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft, weights_of
 from trl_opsd.types import Completion
+from trl_opsd.types.errors import ServerError
 
 _ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 64 --max-loras 2"
 """How to start a server that loads adapters: two at a time, as a new one comes before the old one goes."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
-from trl_opsd.http.client import MIB, Response, Schema, WrongAnswerError, at, warn_in_main
+from trl_opsd._compat.http import MIB, Response, Schema, WrongAnswerError, at, warn_in_main
 from trl_opsd.models.backbone import logits_of, shape_of
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
 from trl_opsd.types import OutputHead

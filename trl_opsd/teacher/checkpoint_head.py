@@ -21,8 +21,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from trl_opsd._compat.deepspeed import loading
+from trl_opsd._compat.http import warn_in_main
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.http.client import warn_in_main
 from trl_opsd.models.backbone import backbone_of
 from trl_opsd.models.checks import place_of
 from trl_opsd.models.probes import HEAD, Probed

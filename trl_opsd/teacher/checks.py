@@ -12,10 +12,10 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd._compat.urls import ONLY, server_urls
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.tokenization import check_token_maps
-from trl_opsd.http.urls import ONLY, server_urls
 from trl_opsd.models.checks import PLACE_OPTIONS, adapter_at, place_of
 from trl_opsd.models.tokenizers import has_tokenizer, text_tokenizer, tokenizer_at
 from trl_opsd.options.rules import refuse, shown

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, distributed
 from tqdm import tqdm
 
-from trl_opsd.http.client import WrongAnswerError
+from trl_opsd._compat.http import WrongAnswerError
 from trl_opsd.losses import Divergence, ForwardKL, SampledReverseKL, SkewedForwardKL
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.teacher.answers import KINDS, SCORING, Answers, Row, States, Tokens, difference, kl, without

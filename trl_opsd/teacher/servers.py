@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.errors import ServerError
-from trl_opsd.http.client import (
+from trl_opsd._compat.http import (
     BusyError,
     Count,
     HTTPClient,
@@ -23,8 +22,9 @@ from trl_opsd.http.client import (
     at,
     warn_in_main,
 )
-from trl_opsd.http.urls import TEACHER_TOKEN
+from trl_opsd._compat.urls import TEACHER_TOKEN
 from trl_opsd.teacher.answers import POOLING, SCORING, Answers, Row
+from trl_opsd.types.errors import ServerError
 
 T = TypeVar("T")
 

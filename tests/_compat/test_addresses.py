@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine, token_header
+from trl_opsd._compat.urls import ROLLOUT_TOKEN, is_this_machine, token_header
 
 pytestmark = pytest.mark.quick
 

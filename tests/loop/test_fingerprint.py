@@ -18,7 +18,7 @@ from support import tiny
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.checkpoints import MANIFEST
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.fingerprint import FILE, _differing, describe_function
+from trl_opsd.loop.fingerprint import FILE, _differing, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.weights import digest, sampled

@@ -14,8 +14,8 @@ from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd._compat.urls import server_urls
 from trl_opsd.config import OPSDConfig
-from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.backbone import model_shape, shape_of
