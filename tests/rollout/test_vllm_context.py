@@ -103,8 +103,8 @@ def test_an_option_or_what_is_unknown_sets_it_otherwise(make):
 def test_few_rows_are_counted(make, monkeypatch):
     """Only those of which the bytes do not tell."""
     counted = []
-    count = datasets._count
-    monkeypatch.setattr(datasets, "_count", lambda *given: counted.append(len(given[1])) or count(*given))
+    count = datasets._counted
+    monkeypatch.setattr(datasets, "_counted", lambda *given: counted.append(len(given[1])) or count(*given))
     monkeypatch.setattr(teaching, "_ROOMY", 200)
     assert context(make(train=(5, *[80] * 50, 300, 9))) == 300 + COMPLETION
     assert sum(counted) <= 6, "the first, for each reader, and the longest"

@@ -82,7 +82,7 @@ def test_a_server_of_another_checkpoint_is_refused(untied, tmp_path):
         make=lambda width, **given: serving.spread_norms(tiny.qwen2(width, **given), by=0.7),
         seed=1,
     )
-    with pytest.raises(ServerError, match=r"from the checkpoint .* another model, revision or layer"):
+    with pytest.raises(ServerError, match=r"from the checkpoint .* another model, revision, dtype or layer"):
         states_teacher(other, untied[1], deadline=100.0)
     wider = serving.save_teacher(tmp_path / "wider", make=lambda _, **given: tiny.qwen2(96, **given))
     with pytest.raises(

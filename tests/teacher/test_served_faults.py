@@ -263,7 +263,7 @@ def test_a_server_that_lists_no_models_is_refused(served, checkpoint):
 def test_absent_server_is_refused_with_a_command_starting_one(served, checkpoint):
     with pretended(checkpoint[1]) as server:
         pass
-    with pytest.raises(ValueError, match=r"No teacher server at http://127.0.0.1:\d+ after `teacher_server_timeout=0`"):
+    with pytest.raises(ValueError, match=r"No teacher's server at http://127.0.0.1:\d+ after `teacher_server_timeout=0`"):
         served(server)
 
 
