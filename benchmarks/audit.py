@@ -23,8 +23,8 @@ from transformers import PrinterCallback, ProgressCallback
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.audit import audit, document, screen, verdict
+from trl_opsd.errors import OPSDError
 from trl_opsd.report.describe import Banner
-from trl_opsd.types.errors import OPSDError
 
 COLUMNS = (
     *("case", "outcome", "verdict", "score", "student", "teacher", "teacher after", "student after"),

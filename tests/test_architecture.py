@@ -16,6 +16,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 
 FLOORS = {
+    "errors": 0,
     "progress": 0,
     "types": 0,
     "_compat": 1,

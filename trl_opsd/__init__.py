@@ -9,11 +9,11 @@ import trl_opsd._compat  # noqa: F401  # before other libraries: it drops what t
 
 if TYPE_CHECKING:
     from trl_opsd.config import OPSDConfig
+    from trl_opsd.errors import NonFiniteError, OPSDError, ServerError, SyncError
     from trl_opsd.methods.base import Method
     from trl_opsd.rollout import FixedRollout, HFRollout, RolloutBackend
     from trl_opsd.teacher import FrozenTeacher, Teacher
     from trl_opsd.trainer import OPSDTrainer
-    from trl_opsd.types.errors import NonFiniteError, OPSDError, ServerError, SyncError
 
 __version__ = "0.1.0.dev0"
 
@@ -22,13 +22,13 @@ _HOME = {
     "FrozenTeacher": "trl_opsd.teacher",
     "HFRollout": "trl_opsd.rollout",
     "Method": "trl_opsd.methods.base",
-    "NonFiniteError": "trl_opsd.types.errors",
+    "NonFiniteError": "trl_opsd.errors",
     "OPSDConfig": "trl_opsd.config",
-    "OPSDError": "trl_opsd.types.errors",
+    "OPSDError": "trl_opsd.errors",
     "OPSDTrainer": "trl_opsd.trainer",
     "RolloutBackend": "trl_opsd.rollout",
-    "ServerError": "trl_opsd.types.errors",
-    "SyncError": "trl_opsd.types.errors",
+    "ServerError": "trl_opsd.errors",
+    "SyncError": "trl_opsd.errors",
     "Teacher": "trl_opsd.teacher",
 }
 

@@ -24,7 +24,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 
-from trl_opsd.types.errors import OPSDError
+from trl_opsd.errors import OPSDError
 
 MANIFEST = "opsd_manifest.json"
 """Lists every other file with its size; written last: without it, one is torn."""

@@ -189,6 +189,7 @@ SERVER = {"rollout": None, "sglang_server_url": "http://127.0.0.1:9", "vllm_serv
     ("named", "given"),
     [
         ("num_beams", {"generation_kwargs": {"num_beams": 2}}),
+        ("stop_token_ids", {"generation_kwargs": {"ignore_eos": True, "stop_token_ids": 5}}),
         ("No SGLang server", {}),
     ],
 )
@@ -227,7 +228,7 @@ def test_vllm_is_refused_where_it_is_absent_or_of_another_version(refuses, monke
 @pytest.mark.parametrize("given", [{"sglang_server_url": URL}, {"teacher_server_url": URL}], ids=repr)
 def test_servers_need_aiohttp(refuses, monkeypatch, forget, tmp_path, given):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    rooms = ("_compat.server", "http.", "rollout.s", "teacher.server", "teacher.answers")
+    rooms = ("_compat.http", "rollout.s", "teacher.server", "teacher.answers")
     forget(*(f"trl_opsd.{room}" for room in rooms))
     tiny.qwen2(48).save_pretrained(tmp_path / "teacher")
     refuses("aiohttp", {"rollout": None, "teacher_model": str(tmp_path / "teacher"), **given})

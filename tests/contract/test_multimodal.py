@@ -64,6 +64,7 @@ def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family
     assert losses(trls).std() > 0
     assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
     torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=1e-5)
+    assert ours.args.ddp_find_unused_parameters is (None if lora else True), "text leaves the vision tower untrained"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])

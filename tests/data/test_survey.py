@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from datasets import Dataset, Features, Json, List, Value, concatenate_datasets
+from datasets import Dataset, Features, Json, List, Value, concatenate_datasets, load_from_disk
 from support import tiny
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -112,6 +112,29 @@ def test_survey_and_digest_are_independent_of_storage():
         assert survey.shapes.tolist() == expected.shapes.tolist()
         assert survey.size_of(COLUMNS).tolist() == expected.size_of(COLUMNS).tolist()
         assert (digest(one, COLUMNS) == digest(straight, COLUMNS)) == (one.features == straight.features)
+
+
+def test_digest_is_that_of_the_values_wherever_they_are_stored(tmp_path):
+    values = [
+        {"prompt": None if number % 7 == 0 else "x" * (number % 5), "flag": [True, None, False][number % 3],
+         "inner": None if number % 4 == 0 else {"deep": [None, {"a": number}], "text": "y"}}
+        for number in range(2_300)
+    ]  # fmt: skip
+    dataset = Dataset.from_list(values)
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    stored = [
+        load_from_disk(str(tmp_path / "saved")),
+        Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path)),
+        dataset.select(range(len(dataset))),
+        dataset.select([*range(len(dataset))]),
+        concatenate_datasets([dataset.select(range(7)), dataset.select(range(7, len(dataset)))]),
+    ]
+    columns = ("prompt", "flag", "inner")
+    assert {digest(one, columns) for one in stored} == {digest(dataset, columns)}
+    for number, change in ((0, {"prompt": ""}), (1, {"flag": False}), (2, {"inner": {"deep": [None], "text": "y"}})):
+        changed = Dataset.from_list([row | change if at == number else row for at, row in enumerate(values)])
+        assert digest(changed, columns) != digest(dataset, columns)
 
 
 @pytest.mark.parametrize(

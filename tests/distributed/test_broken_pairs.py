@@ -112,7 +112,7 @@ def test_failure_under_accelerate_launch_ends_both_and_is_shown(tmp_path):
 def test_error_in_both_processes_is_printed_once(launched):
     found, _ = launched("nan")
     what = "NonFiniteError: The teacher's logits are NaN or infinite in step 2 on rank 1"
-    assert f"[rank{found.first}]: trl_opsd.types.errors.{what}" in found.printed
+    assert f"[rank{found.first}]: trl_opsd.errors.{what}" in found.printed
     check_one_traceback(found.printed, found.ended, found.first)
 
 

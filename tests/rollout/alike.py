@@ -15,8 +15,8 @@ from test_vllm_sync import Watch, distances_of_stale_weights
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd import OPSDTrainer
+from trl_opsd.errors import ServerError, SyncError
 from trl_opsd.rollout import weight_sync
-from trl_opsd.types.errors import ServerError, SyncError
 
 
 def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:

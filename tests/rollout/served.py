@@ -13,7 +13,7 @@ from vllm_lab import by_hf, lora
 
 from trl_opsd import OPSDTrainer
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.types.errors import ServerError
+from trl_opsd.errors import ServerError
 
 
 def main(folder: Path, server: dict[str, object]) -> dict[str, Any]:

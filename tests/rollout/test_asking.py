@@ -20,12 +20,12 @@ from support import tiny
 
 pytest.importorskip("vllm")
 
-from trl_opsd.http import client as http
+from trl_opsd._compat import http
+from trl_opsd.errors import ServerError
 from trl_opsd.parallel.prefetch import Closable, Prefetcher
 from trl_opsd.rollout.returned import checked_stream
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServer
-from trl_opsd.types.errors import ServerError
 
 SECONDS = 10.0
 """A test fails when it has waited this long."""

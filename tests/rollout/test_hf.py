@@ -326,11 +326,14 @@ class Recordings:
     def __init__(self) -> None:
         self.graphs: set[tuple[int, ...]] = set()
         """Rows and addresses."""
+        self.compiled = 0
 
     def __deepcopy__(self, memo: dict) -> Recordings:
         return self  # `generate` copies its options
 
     def __call__(self, graph: torch.fx.GraphModule, example_inputs: list, **options: str):
+        self.compiled += 1
+
         def run(*inputs):
             marked = [one for one in inputs if hasattr(one, "_dynamo_static_input_type")]
             keys_and_values = [one for one in marked if one.dim() == 4]
@@ -353,6 +356,7 @@ def test_a_compiled_step_is_recorded_once_and_gives_the_same_tokens(make_writing
         torch.manual_seed(seed)
         assert generated == by_trl(compiled, prompt_ids)
         assert len(recorded.graphs) == graphs
+        assert recorded.compiled <= graphs
         with torch.no_grad():  # as a step of training does
             for weight in compiled.model.parameters():
                 weight.add_(0.01 * torch.randn_like(weight))

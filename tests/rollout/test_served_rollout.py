@@ -16,7 +16,7 @@ from support import forks, tiny
 from test_sglang_client import INFO, Server
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.types.errors import ServerError, SyncError
+from trl_opsd.errors import ServerError, SyncError
 
 CONTEXT = 120
 

@@ -21,14 +21,14 @@ from support import tiny
 
 pytest.importorskip("vllm")
 
+from trl_opsd._compat import http
 from trl_opsd._compat.peft import Weight
 from trl_opsd._compat.urls import ROLLOUT_TOKEN
-from trl_opsd.http import client as http
+from trl_opsd.errors import ServerError
 from trl_opsd.rollout import vllm_server
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServer
 from trl_opsd.rollout.weight_sync import Stream, as_saved_by_peft
-from trl_opsd.types.errors import ServerError
 
 pytestmark = pytest.mark.vllm
 

@@ -15,10 +15,10 @@ import torch
 from support import tiny
 from torch import distributed
 
+from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang, weight_sync
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.sglang import SGLangServer, sampling_params
-from trl_opsd.types.errors import ServerError
 
 INFO = {
     "dtype": "float32", "device": "cpu", "dp_size": 1, "pp_size": 1, "tp_size": 1, "page_size": 1,

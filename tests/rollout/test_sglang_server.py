@@ -24,10 +24,10 @@ from vllm_lab import by_hf, gap, lora, student
 
 from trl_opsd import OPSDTrainer
 from trl_opsd._compat import weight_group
+from trl_opsd.errors import ServerError
 from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.sglang import SGLangServer
-from trl_opsd.types.errors import ServerError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

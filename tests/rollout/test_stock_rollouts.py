@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from vllm_lab import by_hf, lora, student
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.types.errors import ServerError, SyncError
+from trl_opsd.errors import ServerError, SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(500)]
 

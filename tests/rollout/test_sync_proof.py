@@ -10,9 +10,9 @@ from support import tiny
 from support.lone_host import LoneHost
 
 from trl_opsd.data.readers import PromptLimits
+from trl_opsd.errors import SyncError
 from trl_opsd.rollout.sync_proof import PROMPTED, RELATIVE, WRITTEN, SyncProof
 from trl_opsd.types import Completion
-from trl_opsd.types.errors import SyncError
 
 
 class StubEngine:

@@ -23,8 +23,8 @@ from vllm_lab import by_hf
 from trl_opsd._compat.peft import without_peft
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.data.images import probe_prompts, read_with_images
+from trl_opsd.errors import SyncError
 from trl_opsd.models.backbone import seen, together
-from trl_opsd.types.errors import SyncError
 from trl_opsd.types.rollout import PromptIds, images_of
 
 pytestmark = pytest.mark.vllm

@@ -13,8 +13,8 @@ from vllm import LLM, SamplingParams
 from vllm_lab import gap, lora, student
 
 from trl_opsd._compat.torchao import unquantized
+from trl_opsd.errors import SyncError
 from trl_opsd.rollout import weight_sync
-from trl_opsd.types.errors import SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 INT4 = {"student_quantization": "int4", "learning_rate": 1e-3}

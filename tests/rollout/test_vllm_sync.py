@@ -17,9 +17,9 @@ from vllm_lab import gap, lora, student
 
 from trl_opsd._compat.peft import Weight
 from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd.errors import SyncError
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout import weight_sync
-from trl_opsd.types.errors import SyncError
 
 pytestmark = pytest.mark.vllm
 

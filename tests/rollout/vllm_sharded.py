@@ -22,8 +22,8 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from trl_opsd import OPSDTrainer
 from trl_opsd._compat.sharding import is_split_model, trained_parameters
 from trl_opsd._compat.vllm import engine
+from trl_opsd.errors import SyncError
 from trl_opsd.rollout import weight_sync
-from trl_opsd.types.errors import SyncError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "full": ("auto", None),

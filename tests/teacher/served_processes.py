@@ -10,9 +10,9 @@ from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
+from trl_opsd.errors import ServerError
 from trl_opsd.losses import ForwardKL
 from trl_opsd.teacher.build import served
-from trl_opsd.types.errors import ServerError
 
 
 def lists(context: int) -> dict[str, Any]:

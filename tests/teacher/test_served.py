@@ -8,8 +8,8 @@ from served_lab import check_equal, rows, states_teacher
 from support import serving, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher import FrozenTeacher, Resident
-from trl_opsd.types.errors import ServerError
 
 ModelRegistry = pytest.importorskip("vllm").ModelRegistry
 

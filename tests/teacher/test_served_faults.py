@@ -17,10 +17,10 @@ from support.failing_server import Pretended, Scoring, after, hang_up, pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd._compat.http import WrongAnswerError
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher import servers
 from trl_opsd.teacher.served import ServedTeacher, answers_of
 from trl_opsd.teacher.servers import TeacherServer
-from trl_opsd.types.errors import ServerError
 
 V, K = tiny.VOCABULARY, 8
 KINDS = {"states": (Pretended, {}), "vLLM": (Scoring, {"api": "vllm"}), "SGLang": (Scoring, {"api": "sglang"})}
@@ -263,7 +263,9 @@ def test_a_server_that_lists_no_models_is_refused(served, checkpoint):
 def test_absent_server_is_refused_with_a_command_starting_one(served, checkpoint):
     with pretended(checkpoint[1]) as server:
         pass
-    with pytest.raises(ValueError, match=r"No teacher's server at http://127.0.0.1:\d+ after `teacher_server_timeout=0`"):
+    with pytest.raises(
+        ValueError, match=r"No teacher's server at http://127.0.0.1:\d+ after `teacher_server_timeout=0`"
+    ):
         served(server)
 
 

@@ -12,9 +12,9 @@ from support.failing_server import after, pretended
 
 from trl_opsd import OPSDConfig
 from trl_opsd._compat.http import BusyError, Response
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher import servers as teacher_servers
 from trl_opsd.teacher.checks import deadline
-from trl_opsd.types.errors import ServerError
 from trl_opsd.types.targets import Keeper
 
 

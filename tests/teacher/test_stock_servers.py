@@ -17,10 +17,10 @@ from support import serving, tiny
 from test_token_servers import check_known
 from torch import Tensor
 
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher.answers import Row, Tokens
 from trl_opsd.teacher.served import ServedTeacher, answers_of
 from trl_opsd.teacher.servers import TeacherServer
-from trl_opsd.types.errors import ServerError
 from trl_opsd.types.known import KnownTokens
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]

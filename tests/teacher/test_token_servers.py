@@ -14,13 +14,13 @@ from support.scores import known_teacher
 from torch import Tensor
 
 from trl_opsd import OPSDTrainer
+from trl_opsd.errors import ServerError
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.teacher import servers
 from trl_opsd.teacher.answers import kl
 from trl_opsd.teacher.served import ServedTeacher, answers_of, chosen_targets
 from trl_opsd.teacher.servers import TeacherServer
 from trl_opsd.types import Rollout
-from trl_opsd.types.errors import ServerError
 from trl_opsd.types.known import KnownTokens
 
 V, K = tiny.VOCABULARY, 8

@@ -22,7 +22,7 @@ from torch import distributed
 
 from trl_opsd._compat.urls import is_this_machine, token_header
 from trl_opsd._compat.values import pydantic
-from trl_opsd.types.errors import ServerError
+from trl_opsd.errors import ServerError
 
 try:
     import aiohttp

@@ -137,7 +137,8 @@ class FakeQuantizedLinear(nn.Linear):
     def forward(self, states: Tensor) -> Tensor:
         if not self.is_on:
             return super().forward(states)
-        if self.kept is not None and self.kept[0] == self.weight._version:
+        # A compiled step would take the version for a constant, and be compiled again after each change.
+        if self.kept is not None and (torch.compiler.is_compiling() or self.kept[0] == self.weight._version):
             value = self.kept[1]
         else:
             value = self.quantizer.of_weight(self.weight)
@@ -152,7 +153,7 @@ def prepare(layers: Mapping[str, Any], quantizer: FakeQuantizer) -> None:
     for layer in layers.values():
         # As torch's parametrizations do: the module stays the same for whoever holds it, PEFT's layers for one.
         layer.__class__ = FakeQuantizedLinear
-        layer.quantizer = quantizer
+        layer.quantizer, layer.kept = quantizer, None
 
 
 def fake_quantized(model: nn.Module) -> dict[str, FakeQuantizedLinear]:

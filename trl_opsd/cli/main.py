@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from trl_opsd.types.errors import OPSDError
+from trl_opsd.errors import OPSDError
 
 
 def train(context: typer.Context) -> None:

@@ -126,7 +126,9 @@ class Generation:
         if self._is_proved:
             return
         more = () if host.cross is None else host.cross.probes
-        host.batching = prove_student(host.model, host.in_student, host.accelerator, host.args.padding_free, more)
+        host.batching = prove_student(
+            host.model, host.in_student, host.args, host.accelerator, host.args.padding_free, more
+        )
         self._is_proved = True
         if host.reads_images:
             self.prove_images()

@@ -20,9 +20,9 @@ from torch import Tensor
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
+from trl_opsd.errors import NonFiniteError
 from trl_opsd.parallel.failure import first_failure_first
 from trl_opsd.types import LossParts
-from trl_opsd.types.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer

@@ -49,12 +49,12 @@ class Overlap:
         if not self._generation.streams:
             why = "tools are called" if host.tools else f"`{name}.complete` returns"
             logger.warning(f"{none}: {why} only after all rows are generated.")
-        elif not (rollout.generates_out_of_process or host.teaching.begins_early):
+        elif not rollout.generates_out_of_process:
             logger.warning(
-                f"{none}: {rollout} generates in the trainer's process, and no teacher runs in another one, so nothing "
-                "can overlap. Use a vLLM server: `use_vllm=True` with `vllm_mode='server'`."
+                f"{none}: {rollout} generates in the trainer's process, so nothing can overlap. Use a vLLM server: "
+                "`use_vllm=True` with `vllm_mode='server'`."
             )
-        elif rollout.generates_out_of_process and args.teacher_offload in ("cpu", "stream"):
+        elif args.teacher_offload in ("cpu", "stream"):
             logger.warning(
                 f"{option} with `teacher_offload={args.teacher_offload!r}`: the teacher's weights are copied to the "
                 "device for each micro-batch instead of once per step: if this is slow, remove one of the two options."

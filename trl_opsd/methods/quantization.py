@@ -15,6 +15,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainerCallback
+from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import (
@@ -59,6 +60,9 @@ class StudentQuantization(Method, TrainerCallback):
     Args:
         format (`str` or a config of torchao): `"int4"` (groups of 32), `"int8"`, `"fp8"` or `"nvfp4"`, of the weights
             alone, or a config of torchao.
+
+    Quantised weights are kept from the beginning of a step until its optimizer, which takes the memory of a second copy
+    of the linear layers; what a callback writes through `.data` meanwhile is not seen before the next step.
     """
 
     format: Any
@@ -99,7 +103,8 @@ class StudentQuantization(Method, TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Quantises whole weights once for all passes of a step, until the optimizer changes them."""
         self._step.close()  # of a step that was interrupted
-        if "lomo" not in str(args.optim):  # which steps in each backward pass
+        name = str(OptimizerNames(args.optim).value)
+        if "lomo" not in name and "layerwise" not in name:  # which step in each backward pass
             with autocast(self.host.accelerator):  # as in the passes
                 self._step.enter_context(kept_quantized(self.host.model))
 

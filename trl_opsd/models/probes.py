@@ -20,6 +20,7 @@ from warnings import catch_warnings, filterwarnings
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import TrainingArguments
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import is_split, whole_head
@@ -129,6 +130,8 @@ class Probed:
         self.called = f"{role} ({type(model).__name__})"
         self.batching: BatchPolicy = PADDED
         """Which rows may share a pass, once `PADDING` has run."""
+        self.unreached: list[str] = []
+        """Parameters without a gradient, once `GRADIENTS` has run."""
         self.seen: Sequence[PromptIds] = ()
         """Prompts for `IMAGES`: with one image, with another, and with two."""
 
@@ -163,17 +166,19 @@ class Probed:
 
 
 def prove_student(
-    student: CausalLM,
-    run: Run,
-    accelerator: Accelerator,
-    padding_free: bool = False,
+    student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator, padding_free: bool = False,
     more: Sequence[Probe[Probed]] = (),
-) -> BatchPolicy:
+) -> BatchPolicy:  # fmt: skip
     """Probes a student in the launch's precision, and returns which of its rows may share a pass."""
     # Padding after gradients: a layer that caches states must not keep any with an autograd graph.
     probes = [HEAD, GRADIENTS, PADDING, *([PACKING] if padding_free else []), *more]
     with autocast(accelerator):
-        return Probed(student, "student", run).prove(*probes).batching
+        probed = Probed(student, "student", run).prove(*probes)
+    # Parameters outside the graph, such as a vision tower's, would make DDP wait for their gradients, and hang.
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if probed.unreached and args.ddp_find_unused_parameters is None and not reentrant:
+        args.ddp_find_unused_parameters = accelerator.ddp_handler.find_unused_parameters = True
+    return probed.batching
 
 
 # ---- The head: logits are those of [`~types.OutputHead`] applied to the last hidden state ----------------------------
@@ -258,14 +263,34 @@ def _gradients(one: Probed) -> str:
     if not whole:
         return "Runs in training mode."
     of_head = {id(parameter) for parameter in one.model.get_output_embeddings().parameters()}
-    is_trained = any(weight.requires_grad and id(weight) not in of_head for weight in one.model.parameters())
-    if is_trained and not hidden_BCH.requires_grad:
+    weights = one.model.named_parameters()
+    trainable = {name: id(weight) for name, weight in weights if weight.requires_grad and id(weight) not in of_head}
+    if trainable and not hidden_BCH.requires_grad:
         raise ValueError(
             f"No gradient passes through the {one.called}, although parameters below its head require one and would "
             "never be updated: load it without inference-only quantisation, without `torch.no_grad` in its forward, "
             f"and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
         )
-    return "Gradients reach its layers."
+    reached = _reached(hidden_BCH)
+    one.unreached = [name for name, number in trainable.items() if number not in reached]
+    if one.unreached:
+        raise Doubt(f"No gradient reaches {len(one.unreached)} parameters, the first {one.unreached[0]!r}.")
+    return "Gradients reach all weights below the head."
+
+
+def _reached(hidden_BCH: Tensor) -> set[int]:
+    """The `id` of every leaf tensor in the autograd graph of a hidden state."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes: list[Any] = [hidden_BCH.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 GRADIENTS: Probe[Probed] = Probe("gradients", _gradients)

@@ -41,7 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.versions import CACHE
-from trl_opsd.types.errors import NonFiniteError
+from trl_opsd.errors import NonFiniteError
 
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",
@@ -287,8 +287,12 @@ def _of_one_dtype(kind: Any) -> Any:
     Under autocast keys come out of a rotation in float32, and values out of a product in half precision. A static cache
     takes only one dtype; another would take twice the memory, and all of it would be cast again for each token.
     """
+    if hasattr(kind, "takes_one_dtype"):
+        return kind
 
     class OfOneDtype(kind):
+        takes_one_dtype = True
+
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             return kind.update(self, key_states.to(value_states.dtype), value_states, *args, **kwargs)
 

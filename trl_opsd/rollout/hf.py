@@ -112,8 +112,11 @@ class HFRollout(RolloutBackend):
     def _sampling(self) -> GenerationConfig:
         """The sampling options: in an evaluation with `eval_temperature`, if set."""
         config = copy.copy(self._trainer.generation_config)
-        if self._trainer.learns_from_draws:  # it may have been assigned to
-            changes = {name: value for name, value in config.to_dict().items() if value != self._bound.get(name)}
+        # It may have been assigned to.
+        changes = {name: value for name, value in config.to_dict().items() if value != self._bound.get(name)}
+        ends = "the end of a completion is that of the whole training; set it before the trainer is made"
+        refuse([({"eos_token_id", "pad_token_id"} & {*changes}, "`trainer.generation_config`: end or padding", ends)])
+        if self._trainer.learns_from_draws:
             check_drawn(changes, self._trainer.args.temperature, "trainer.generation_config.{name} = {value!r}")
         # What is unset here would come from the checkpoint's own generation config.
         config.num_return_sequences, config.return_dict_in_generate = 1, False

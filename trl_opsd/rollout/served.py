@@ -21,6 +21,7 @@ from trl_opsd._compat.http import HTTPClient, Response, Responses
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd.config import OPSDConfig
+from trl_opsd.errors import ServerError
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
@@ -29,7 +30,6 @@ from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, note, version_of
 from trl_opsd.rollout.weight_sync import Stream, adapter_of, base_weights_of, chosen_sync, saved_by
 from trl_opsd.types import Completion
-from trl_opsd.types.errors import ServerError
 
 if TYPE_CHECKING:
     from trl_opsd.rollout.sglang import SGLangServer
@@ -85,7 +85,8 @@ class ServedRollout(SyncedRollout):
         """
         check_student(trainer)
         server, model, rows = self.server, trainer.model, model_shape(trainer.model)[0]
-        dtype = self._common_dtype(trainer)
+        with shared_errors():  # processes that asked several servers may have been told several things
+            dtype = self._common_dtype(trainer)
         sampling = server.sampling(self.args, list(trainer.eos_token_ids))
         if masked := [*range(trainer.limits.vocabulary, rows), *trainer.placeholders]:
             never = {str(token): server.min_bias for token in masked}
@@ -96,10 +97,12 @@ class ServedRollout(SyncedRollout):
         if fake_quantized(model):
             against = "the student computes with quantised weights, which the server does not have"
         requested, ranks = self.args.vllm_weight_sync, [server.max_rank or MAX_RANK]
-        self._mode, why = chosen_sync(requested, model, ranks, against)
-        if self._mode == "full" and server.no_weights:
-            others = f", nor its adapter alone ({why})" if is_peft(model) else ""
-            raise ValueError(f"{server.no_weights}{others}.")
+        with shared_errors():
+            mode, why = chosen_sync(requested, model, ranks, against)
+            if mode == "full" and server.no_weights:
+                others = f", nor its adapter alone ({why})" if is_peft(model) else ""
+                raise ValueError(f"{server.no_weights}{others}.")
+        (self._mode,) = broadcast_object_list([mode])
         device = trainer.accelerator.device
         self._device = device if self._mode == "adapter" else self._in_main(lambda: server.open(device)) or device
         logger.info(f"Weight sync with {self.name}: {self._mode!r}, because {why}.")

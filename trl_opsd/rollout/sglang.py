@@ -21,9 +21,10 @@ from trl_opsd._compat.urls import ROLLOUT_TOKEN, url_of
 from trl_opsd._compat.values import pydantic
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
+from trl_opsd.errors import ServerError
+from trl_opsd.options.rules import refuse
 from trl_opsd.rollout.weight_sync import Layers, as_saved_by_peft, buckets, weights_of
 from trl_opsd.types import Completion
-from trl_opsd.types.errors import ServerError
 
 _ADAPTERS = "--enable-lora --max-lora-rank 64 --lora-target-modules all"
 """What an SGLang server is started with to load adapters."""
@@ -55,6 +56,8 @@ def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
                 f"`generation_kwargs={{{name!r}: {value!r}}}` is not an option of a rollout with SGLang: expected one "
                 f"of {', '.join(_KNOWN)}."
             )
+    both = given.get("ignore_eos") and given.get("stop_token_ids")
+    refuse([(both, f"`generation_kwargs={given}`", "SGLang's 'ignore_eos' ignores 'stop_token_ids'; remove one")])
     return {
         "temperature": args.temperature,
         "top_p": 1.0 if args.top_p is None else args.top_p,
@@ -244,7 +247,11 @@ class SGLangServer:
                     f"The SGLang server at {self.http.url} did not connect to {group.address} port {group.port} of "
                     f"this machine for weight transfer: {error}"
                 ) from error
-            joining.result()
+            try:
+                joining.result()
+            except ServerError:
+                group.abandon()
+                raise
         self._group = group
         return device if on_gpus else torch.device("cpu")
 

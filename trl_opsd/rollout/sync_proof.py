@@ -14,11 +14,11 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from trl_opsd._compat.peft import without_peft
+from trl_opsd.errors import SyncError
 from trl_opsd.models.backbone import preserved_mode, seen, together
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.base import Engine
 from trl_opsd.rollout.host import Host
-from trl_opsd.types.errors import SyncError
 from trl_opsd.types.rollout import PromptIds, images_of
 
 Scores: TypeAlias = tuple[Tensor, Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import socket
@@ -25,10 +26,10 @@ from trl_opsd._compat.urls import ROLLOUT_TOKEN, is_this_machine, url_of
 from trl_opsd._compat.values import pydantic
 from trl_opsd._compat.vllm.supported import HEAD, may_have_head, why_no_adapter
 from trl_opsd.config import OPSDConfig
+from trl_opsd.errors import ServerError
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft, weights_of
 from trl_opsd.types import Completion
-from trl_opsd.types.errors import ServerError
 
 _ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 64 --max-loras 2"
 """How to start a server that loads adapters: two at a time, as a new one comes before the old one goes."""
@@ -171,6 +172,7 @@ class VLLMServer:
     def open(self, device: torch.device) -> torch.device:
         """Connects to send weights, again if it was connected, and returns the device where they have to be."""
         self.close()
+        gc.collect()  # a dropped trainer's connection
         port = self._args.vllm_group_port
         try:
             socket.create_server(("", port)).close()

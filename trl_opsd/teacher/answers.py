@@ -405,7 +405,9 @@ def _table(rows: Iterable[Iterable[tuple[int, float]]]) -> _Told:
     each = [[*row] for row in rows]
     ids = [torch.tensor([token for token, _ in row], dtype=torch.int64) for row in each]
     logs = [torch.tensor([score for _, score in row], dtype=torch.float32) for row in each]
-    ids_nM = pad_sequence(ids, batch_first=True, padding_value=-1)
-    if ids_nM.numel() and not -1 <= int(ids_nM.min()) <= int(ids_nM.max()) < MOST_IDS:
-        raise ValueError(f"ids from {int(ids_nM.min())} to {int(ids_nM.max())}")
-    return ids_nM, pad_sequence(logs, batch_first=True, padding_value=-torch.inf)
+    found = torch.cat(ids) if ids else torch.zeros(0)
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < MOST_IDS:
+        raise ValueError(f"ids from {int(found.min())} to {int(found.max())}")
+    return pad_sequence(ids, batch_first=True, padding_value=-1), pad_sequence(
+        logs, batch_first=True, padding_value=-torch.inf
+    )

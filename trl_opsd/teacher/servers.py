@@ -23,8 +23,8 @@ from trl_opsd._compat.http import (
     warn_in_main,
 )
 from trl_opsd._compat.urls import TEACHER_TOKEN
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher.answers import POOLING, SCORING, Answers, Row
-from trl_opsd.types.errors import ServerError
 
 T = TypeVar("T")
 
