@@ -117,7 +117,7 @@ def test_survey_and_digest_are_independent_of_storage():
 def test_digest_is_that_of_the_values_wherever_they_are_stored(tmp_path):
     values = [
         {"prompt": None if number % 7 == 0 else "x" * (number % 5), "flag": [True, None, False][number % 3],
-         "inner": None if number % 4 == 0 else {"deep": [None, {"a": number}], "text": "y"}}
+         "inner": None if number % 4 == 0 else {"deep": [None, {"a": number}], "text": "y"}, "whole": str(number)}
         for number in range(2_300)
     ]  # fmt: skip
     dataset = Dataset.from_list(values)
@@ -130,7 +130,7 @@ def test_digest_is_that_of_the_values_wherever_they_are_stored(tmp_path):
         dataset.select([*range(len(dataset))]),
         concatenate_datasets([dataset.select(range(7)), dataset.select(range(7, len(dataset)))]),
     ]
-    columns = ("prompt", "flag", "inner")
+    columns = ("prompt", "flag", "inner", "whole")
     assert {digest(one, columns) for one in stored} == {digest(dataset, columns)}
     for number, change in ((0, {"prompt": ""}), (1, {"flag": False}), (2, {"inner": {"deep": [None], "text": "y"}})):
         changed = Dataset.from_list([row | change if at == number else row for at, row in enumerate(values)])
