@@ -146,6 +146,7 @@ def write_targets(trainer: OPSDTrainer, folder: Path, top_k: int | None = None) 
     store = Store(folder)
     if trainer.accelerator.is_main_process:
         store.end()
+    trainer.accelerator.wait_for_everyone()  # a training of the same processes may read them at once
     return store
 
 
