@@ -109,7 +109,6 @@ class Method:
         whole_batch (`bool`): whether it needs all completions of a step before the first is trained on.
         in_groups (`bool`): whether it compares the completions of a prompt.
         moves_target (`bool`): whether a student that teaches itself without context learns something by it.
-        words (`str`): what it does to the loss, for the banner and the model card; empty for none.
         falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
             `False` that is an error.
         resumed (`bool`): Whether a run resumes only with the same settings.
@@ -128,7 +127,6 @@ class Method:
     whole_rows: bool = True
     in_groups: bool = False
     moves_target: bool = False
-    words: str = ""
     resumed: bool = True
 
     @property

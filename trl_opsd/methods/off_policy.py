@@ -40,10 +40,6 @@ class OffPolicy(Method):
         """Whether it adds to the divergence."""
         return self.nll_weight > 0
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"plus {self.nll_weight:g} times -log p of completions of others" if self.adds_nll else ""
-
     metrics: ClassVar = {
         "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
         "off_policy/divergence": Metric("nats", "`divergence/mean` of off-policy rows.", _MIXED_SOME),

@@ -147,11 +147,6 @@ class Methods:
         return any(one.adds_nll for one in self)
 
     @cached_property
-    def words(self) -> str:
-        """What they do to the loss, with a comma before each."""
-        return "".join(f", {one.words}" for one in self if one.words)
-
-    @cached_property
     def may_skip(self) -> bool:
         """Whether prompts may have the weight 0, for which nothing is generated."""
         return any(one.skips for one in self)

@@ -117,11 +117,6 @@ class Rewards(Method):
         """Whether training depends on rewards; logged ones may come later."""
         return self.needs_rewards
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        told = [f"plus {self.weight:g} times the policy gradient of rewards"] * self.adds_nll
-        return ", ".join(told + [f"rows gated by their reward ({self.gate})"] * (self.gate is not None))
-
     def has(self, hook: str) -> bool:
         return super().has(hook) and (hook != "teacher_prompt" or self.context is not None)
 

@@ -72,10 +72,6 @@ class TokenSelection(Method):
 
     whole_rows = by_token
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return "" if self.fraction == 1 else str(self.selection)
-
     def select(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         if self.selection.is_late:
             return weights

@@ -35,10 +35,6 @@ class Contrast(Method):
     reads = ("contrast",)
     by_token = needs_whole = moves_target = True
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"moved {self.weight:g} times away from a contrast"
-
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         return {"contrast": self.host.teaching.prompts.contrasts(rollout, rows)}
 
@@ -60,10 +56,6 @@ class Extrapolation(Method):
 
     reads = ("origin",)
     by_token = needs_whole = moves_target = True
-
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"extrapolated {self.factor:g} times from the student as it was passed"
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         return {"origin": rollout}
@@ -94,10 +86,6 @@ class Anchor(Method):
             "anchored / weight",
         ),
     }
-
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"plus {self.weight:g} times the divergence from the student as it was passed"
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         return {"origin": rollout}

@@ -24,6 +24,7 @@ from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.prompts import Request
 from trl_opsd.data.readers import Reader
 from trl_opsd.losses.divergence import describe
+from trl_opsd.methods import METHODS
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.checks import described, sizes
 from trl_opsd.models.tokenizers import readable
@@ -130,13 +131,15 @@ def _parts(trainer: OPSDTrainer) -> dict[str, str]:
         "steps": _steps(trainer),
         "completions": _completions(trainer),
         "objective": f"{describe(trainer.divergence)}, {temperatures_in_words(*trainer.temperatures)}"
-        f"{shape_in_words(args)}{trainer.methods.words}",
+        f"{shape_in_words(args)}",
     }
     if trainer._reward_names and (rewards := trainer.methods.get(Rewards)) is not None:
         logged = ", logged only" if rewards.logs_in_training else ", in evaluations only"
         parts["rewards"] = ", ".join(trainer._reward_names) + ("" if trainer.teaching.learned_rewards else logged)
-    if trainer.methods.of_user:
-        parts["methods"] = ", ".join(type(one).__name__ for one in trainer.methods.of_user)
+    # Of a user's own the name alone: their settings may be private.
+    of_user = [type(one).__name__ for one in trainer.methods.of_user]
+    if methods := [one.described() for one in trainer.methods if one.resumed and type(one) in METHODS] + of_user:
+        parts["methods"] = ", ".join(methods)
     used = trainer.optimizer
     while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
         used = used.optimizer
