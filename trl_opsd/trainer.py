@@ -239,8 +239,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self.teaching.build()
         self._prove_divergence(self.divergence)
         self._generation.bind(given.rollout)
-        if self._overlap is not None:
-            self._overlap.warn()
         self.is_built = True
         self.remember_launch()
         self._recording: Recording | None = None
