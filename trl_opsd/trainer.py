@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -144,13 +144,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     _config_class = OPSDConfig
     known_metrics = MappingProxyType({**METRICS, **ByteTokenizers.metrics})
-    answers: ClassVar = {
-        **OPSDConfig.answers,
-        **dict.fromkeys(
-            ("compute_metrics", "preprocess_logits_for_metrics"),
-            "pass `methods=[Rewards([function])]`, and an `eval_dataset`: an evaluation logs `rewards/<name>/mean`.",
-        ),
-    }
 
     def __init__(
         self,
