@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
-from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
@@ -60,8 +59,6 @@ class Teaching:
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
         """Offset from the step being trained to the step whose rows are read."""
-        self.first_made: tuple[list[int], PreTrainedTokenizerBase, str] | None = None
-        """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
         self.prompts = TeacherPrompts(host)
         self._of_engine: PromptLimits | None = None
         """Limits of an engine in this process, which is built once."""
@@ -264,11 +261,7 @@ class Teaching:
 
     def _for_teachers(self, rollout: Rollout, rows: Sequence[BatchRow]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
-        read = self.prompts.read(rollout, rows)
-        if self.first_made is None and read is not rollout and (by := self._host.methods.rewriting):
-            tokenizer = self.readers.tokenizers.get(rows[0].request.teacher, self.readers.tokenizer)
-            self.first_made = read.prompt_lists()[0], tokenizer, by
-        return read, [row.request.teacher for row in rows]
+        return self.prompts.read(rollout, rows), [row.request.teacher for row in rows]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
 
@@ -330,4 +323,4 @@ class Teaching:
     def learned_rewards(self) -> Sequence[Given]:
         """The rewards that training depends on."""
         rewards = self._host.methods.get(Rewards)
-        return () if rewards is None or not self._host.methods.needs_rewards else rewards.given
+        return () if rewards is None or not self._host.methods.any("needs_rewards") else rewards.given

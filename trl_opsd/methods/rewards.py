@@ -178,8 +178,8 @@ class Rewards(Method):
     # ---- A generation batch -----------------------------------------------------------------------------------------
 
     def generated(self, batch: Generated) -> None:
-        host, tells = self.host, self.host.methods.reads_outcomes
-        is_trained = batch.is_training and host.methods.needs_rewards
+        host, tells = self.host, self.host.methods.any("reads_outcomes")
+        is_trained = batch.is_training and host.methods.any("needs_rewards")
         is_logged = batch.is_training and self.logs_in_training
         if not self.given or not (is_trained or is_logged or self._evaluated is not None or tells):
             return
@@ -212,7 +212,7 @@ class Rewards(Method):
         first = host.accelerator.process_index * len(batch.rows)
         for place, row in enumerate(batch.rows, start=first):
             row.reward = batch.rewards[place]
-        if not host.methods.reads_outcomes:
+        if not host.methods.any("reads_outcomes"):
             return
         number = args.num_generations if batch.is_training else args.num_generations_eval or args.num_generations
         texts = texts_of(host.processing_class, batch.rollout.completion_lists())
