@@ -19,7 +19,6 @@ from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
 from trl_opsd.loop import fingerprint
 from trl_opsd.loop.overrides import own_verbs
-from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.methods.reward_functions import Given
 from trl_opsd.methods.rewards import Rewards
@@ -120,7 +119,7 @@ class Teaching:
                 needs_whole=next((type(one).__name__ for one in host.methods if one.needs_whole), None),
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
-        check_made_for(host, self.teachers)
+        fingerprint.check_made_for(host, self.teachers)
         self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args, host.base_samples)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
