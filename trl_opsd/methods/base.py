@@ -100,7 +100,8 @@ class Method:
         metrics (`Mapping[str, Metric]`): what it logs; read of methods of the package alone.
         needs_rewards (`bool`): whether training depends on the rewards of rows, which are then never only logged.
         reads_outcomes (`bool`): whether it reads `BatchRow.outcome`.
-        reads (`Sequence[str]`): keys of what `references` returns.
+        reads (`Sequence[str]`): what its target is made of beside the teacher: `"contrast"`, the teacher in the context
+            of the row's contrast, or `"origin"`, the student as it was passed.
         adds_nll (`bool`): whether it sets `BatchRow.nll_weight`.
         skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
         by_token (`bool`): whether it reads distributions over tokens, of a teacher with the student's tokens.
@@ -181,10 +182,6 @@ class Method:
         collectives in it.
         """
         return prompt
-
-    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
-        """What else is read of the completions, by what it is for: `"contrast"`, `"origin"`."""
-        return {}
 
     # ---- The weights of tokens --------------------------------------------------------------------------------------
 

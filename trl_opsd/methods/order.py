@@ -176,7 +176,11 @@ class Methods:
         return found
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Rollout]:
-        return {name: found for one in self._of("references") for name, found in one.references(rollout, rows).items()}
+        """What is read of the completions beside the teacher's prompts, by what it is for."""
+        found = {"origin": rollout} if "origin" in self.reads else {}
+        if "contrast" in self.reads:
+            found = {"contrast": self._host.teaching.prompts.contrasts(rollout, rows), **found}
+        return found
 
     def select(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         for one in self._of("select", in_training=True):
