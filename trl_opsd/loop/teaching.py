@@ -216,27 +216,17 @@ class Teaching:
                         found.append(partial(begin_reading, processor, images, host.pictures, ahead))
         return found
 
-    def as_rows(self, rows: Sequence[Row]) -> list[BatchRow]:
-        """Rows of a batch; those that come from elsewhere are parsed, and nothing is known of them."""
-        return [
-            row
-            if isinstance(row, BatchRow)
-            else BatchRow(self.readers.intake.read(row, f"row {number} of {self.batch_name}"))
-            for number, row in enumerate(rows)
-        ]
-
-    def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+    def targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
         """The teachers' targets for a generation batch, by [`Teachers.targets`], which asks each teacher for its rows.
 
         They do not read skipped rows.
         """
-        known = self.as_rows(rows)
         # All processes call their teachers, which may be collective.
-        read = [number for number, row in enumerate(known) if row.prompt_weight] or [0]
+        read = [number for number, row in enumerate(rows) if row.prompt_weight] or [0]
         if len(read) == len(rows):
-            return self._targets(rollout, known)
+            return self._targets(rollout, rows)
         rollout = rollout.select(read)
-        targets = kept_by_row(self._targets(rollout, [known[number] for number in read]), rollout.weights)
+        targets = kept_by_row(self._targets(rollout, [rows[number] for number in read]), rollout.weights)
         return targets.among(read, len(rows))
 
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
