@@ -174,14 +174,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
     vllm_server_host: str = "127.0.0.1"
     """Host of the student vLLM server. A host other than loopback must be set explicitly."""
 
-    answers: ClassVar = dict.fromkeys(
-        (
-            *("reward_funcs", "reward_processing_classes", "reward_weight", "reward_weights", "reward_gate"),
-            *("scale_rewards", "multi_objective_aggregation", "teacher_context", "success_threshold"),
-        ),
-        "pass `methods=[Rewards([function], weight=0.1)]`, or `methods: {rewards: {functions: [module.function]}}`.",
-    )
-
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *DistillationConfig._VALID_DICT_FIELDS,
         "teacher_chat_template_kwargs",

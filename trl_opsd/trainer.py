@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -21,7 +21,6 @@ from trl_opsd._compat.sharding import gathered_head, in_zero3_model, whole_head
 from trl_opsd.bytes import ByteTokenizers
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
-from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods
@@ -35,6 +34,7 @@ from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
 from trl_opsd.methods.rewards import Rewards
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.checks import check_can_learn, check_optimizer, check_student
 from trl_opsd.models.padding import BatchPolicy
@@ -144,13 +144,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     _config_class = OPSDConfig
     known_metrics = MappingProxyType({**METRICS, **ByteTokenizers.metrics})
-    answers: ClassVar = {
-        **OPSDConfig.answers,
-        **dict.fromkeys(
-            ("compute_metrics", "preprocess_logits_for_metrics"),
-            "pass `methods=[Rewards([function])]`, and an `eval_dataset`: an evaluation logs `rewards/<name>/mean`.",
-        ),
-    }
 
     def __init__(
         self,
@@ -239,8 +232,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self.teaching.build()
         self._prove_divergence(self.divergence)
         self._generation.bind(given.rollout)
-        if self._overlap is not None:
-            self._overlap.warn()
         self.is_built = True
         self.remember_launch()
         self._recording: Recording | None = None
@@ -267,11 +258,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self._ahead.wait()  # rows generated ahead occupy the rollout
         return self._generation.complete(prompt_ids)
 
-    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+    def teach(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
         """Has the teacher score a whole generation batch; `rows` are its dataset rows, aligned with it."""
         return self.teaching.targets(rollout, rows)
 
-    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
+    def weigh(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         """The weight of each token of a generation batch in the loss: 1 or 0, and what methods make of it.
 
         Token selection and discounts belong here: the returned weights apply to the loss, its gradient, its denominator
@@ -288,7 +279,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Returns:
             `torch.Tensor`: [B, C], finite and at least 0.
         """
-        return self.methods.token_weights(rollout, self.teaching.as_rows(rows), targets)
+        return self.methods.token_weights(rollout, rows, targets)
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None

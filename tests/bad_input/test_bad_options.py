@@ -118,7 +118,7 @@ def test_a_misspelt_name_is_corrected():
             OPSDConfig("out", **{name: 1})
     with pytest.raises(TypeError, match=r"'zzz'.*docs/migration.md"):
         OPSDConfig("out", zzz=1)
-    for name, meant in {"compute_metrics": "Rewards", "reward_funcs": "Rewards", "peft_cfg": "peft_config"}.items():
+    for name, meant in {"compute_metrics": "docs/migration.md", "peft_cfg": "peft_config"}.items():
         with pytest.raises(TypeError, match=f"'{name}'.*{meant}"):
             OPSDTrainer("student", "teacher", **{name: object()})
     with pytest.raises(TypeError, match=r"OPSDConfig\(max_steps="):

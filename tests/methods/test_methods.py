@@ -60,7 +60,7 @@ def test_weights_of_a_method_are_those_of_an_override(make_trainer):
 
 
 HOOKS = [
-    "before", "generated", "select", "teacher_prompt", "references", "token_weights", "final_weights", "objective",
+    "before", "generated", "select", "teacher_prompt", "token_weights", "final_weights", "objective",
     "tally", "stepped",
 ]  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_hooks_are_asked_in_order_in_steps_and_evaluations(make_trainer):
     method.hooks.clear()
     trainer.evaluate(tiny.rows(2))
     assert list(dict.fromkeys(method.hooks)) == [
-        "generated", "teacher_prompt", "references", "final_weights", "objective",
+        "generated", "teacher_prompt", "final_weights", "objective",
     ]  # fmt: skip
 
 

@@ -96,10 +96,13 @@ def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
         gradient_accumulation_steps=2,
         learning_rate=3e-4,
         rollout=HFRollout(),
+        token_selection="prefix",
+        token_fraction=0.5,
     )
     found = parts(trainer)
     assert found["steps"] == "3 of 4 prompts each: 2 per device x 1 processes x 2 accumulation steps"
     assert found["objective"] == f"{trainer.divergence!r}, temperature 0.7"
+    assert found["methods"] == "TokenSelection(criterion='prefix', fraction=0.5)"
     assert found["completions"].startswith("by transformers, at most 24 tokens, temperature 0.7, top_p 0.9, ")
     assert found["optimizer"] == "adamw_torch_fused, learning rate 0.0003"
     assert found["rows"] == "8 in train_dataset"

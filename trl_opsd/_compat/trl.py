@@ -26,5 +26,4 @@ from trl.trainer.utils import (
     nanstd,
     pad,
     repeat_iterable_dataset,
-    start_event_loop_in_daemon,
 )

@@ -154,5 +154,5 @@ class OptionParser(TrlParser):
         """Lists unknown names, each with what to do instead."""
         known = [action.dest for action in self._actions]
         plain = {name: name.removeprefix("--").replace("-", "_") for name in names}
-        hints = {name: OPSDConfig.answers.get(one) or did_you_mean(one, known) for name, one in plain.items()}
+        hints = {name: did_you_mean(one, known) for name, one in plain.items()}
         return "; ".join(f"unknown {what} {name!r}{hint and ': '}{hint}" for name, hint in hints.items())

@@ -20,7 +20,7 @@ from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.data.completions import COMPLETION, TOKENS
 from trl_opsd.loop import fingerprint
-from trl_opsd.loop.stored import check_same, made_for
+from trl_opsd.loop.fingerprint import check_same, made_for
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.options.rules import refuse, shown

@@ -155,7 +155,7 @@ class Batches:
         """The batch with its teachers' targets, weights, and what is added to the divergence. Collective."""
         host, name = self._host, type(self._host).__name__
         nll_weight = None
-        if host.model.training and host.methods.adds_nll:
+        if host.model.training and host.methods.any("adds_nll"):
             nll_weight = torch.tensor(
                 [row.nll_weight for row in rows], dtype=torch.float32, device=host.accelerator.device
             )

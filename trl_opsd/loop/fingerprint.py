@@ -1,4 +1,7 @@
-"""Fingerprints a run (objective, models, data order) as JSON, so that a resumed run can be compared with it."""
+"""Fingerprints a run (objective, models, data order) as JSON, so that a resumed run can be compared with it.
+
+Also what targets on disk were made for, which a run is compared with in the same way.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accelerate.logging import get_logger
 from transformers.training_args import OptimizerNames
@@ -24,6 +27,9 @@ from trl_opsd.options.table import resumed
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.base import innermost
 from trl_opsd.teacher.stored import StoredTeacher
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
@@ -163,3 +169,38 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
     if "teachers" in differing:
         differing.pop("teacher_weights", None)  # other teachers have other weights
     return differing
+
+
+# ---- Targets on disk ------------------------------------------------------------------------------------------------
+
+
+def made_for(host: OPSDTrainer) -> dict[str, str]:
+    """What decides the tokens that teachers read, beside the rows."""
+    args, tokenizer = host.args, host.processing_class
+    values: dict[str, Any] = {
+        "tokenizer": [type(tokenizer).__name__, *sorted(tokenizer.get_vocab().items(), key=lambda one: one[1])],
+        "chat_template": tokenizer.chat_template,
+        "chat_template_kwargs": args.chat_template_kwargs,
+        "teacher_chat_template_kwargs": args.teacher_chat_template_kwargs,
+        "teacher_prompt_template": args.teacher_prompt_template,
+    }
+    return {name: "none" if not value else _hashed(json.dumps(value)) for name, value in values.items()}
+
+
+def check_same(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses targets that were made for, or by, something else."""
+    names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+    if names:
+        lines = (f"  {name}: {then.get(name)!r} there, {now.get(name)!r} here" for name in names)
+        raise ValueError(
+            f"{str(folder)!r} has the targets of another run:\n" + "\n".join(lines) + "\nRestore these, or write the "
+            "targets to another folder."
+        )
+
+
+def check_made_for(host: OPSDTrainer, teachers: Mapping[str, Teacher]) -> None:
+    """Refuses targets on disk that were made for another tokenizer or template."""
+    for teacher in teachers.values():
+        if isinstance(teacher, StoredTeacher):
+            check_same(teacher.store.folder, teacher.store.header["made_for"], made_for(host))
+            teacher.decode = host.processing_class.decode

@@ -195,7 +195,7 @@ class Generation:
     def _by_row(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""
         args = self._host.args
-        if not self._host.model.training or (args.lmbda == 1 and not self._host.methods.may_skip):
+        if not self._host.model.training or (args.lmbda == 1 and not self._host.methods.any("skips")):
             return self._asked(prompt_ids)
         self.be_ready()  # verifies the student, even if it generates nothing in this batch
         found: dict[int, list[int]] = {number: [] for number, row in enumerate(self.rows) if not row.prompt_weight}

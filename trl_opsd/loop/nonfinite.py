@@ -141,7 +141,7 @@ class NonfiniteGuard:
             raise ValueError(
                 f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded."
             )
-        if self._may_be_same and not self._trainer.methods.adds_nll and (weight := sums["weight"]):
+        if self._may_be_same and not self._trainer.methods.any("adds_nll") and (weight := sums["weight"]):
             # A surrogate of the user's own may be 0 where the models differ; then their entropies do.
             apart = abs(sums["student_entropy"] - sums["teacher_entropy"])
             if abs(sums["divergence"]) < _SAME * weight and apart < _ALIKE * weight:

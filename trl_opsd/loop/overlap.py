@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from trl_opsd.loop.step import MicroBatches
     from trl_opsd.trainer import OPSDTrainer
 
-logger = get_logger(__name__)
-
 
 class Overlap:
     """Generates, teaches and trains on rows of one step concurrently."""
@@ -40,25 +37,6 @@ class Overlap:
         self._host, self._generation, self._batches = host, generation, batches
         self._weight, self._constant, self._last_weight = 1.0, 1.0, 0.0
         """The denominator of the step: known at its end, provisional until then, and the last that was not 0."""
-
-    def warn(self) -> None:
-        """Warns about what does not overlap."""
-        host, args = self._host, self._host.args
-        option, name, rollout = f"`overlap={args.overlap!r}`", type(host).__name__, self._generation.rollout
-        none = f"{option} has no effect"
-        if not self._generation.streams:
-            why = "tools are called" if host.tools else f"`{name}.complete` returns"
-            logger.warning(f"{none}: {why} only after all rows are generated.")
-        elif not rollout.generates_out_of_process:
-            logger.warning(
-                f"{none}: {rollout} generates in the trainer's process, so nothing can overlap. Use a vLLM server: "
-                "`use_vllm=True` with `vllm_mode='server'`."
-            )
-        elif args.teacher_offload in ("cpu", "stream"):
-            logger.warning(
-                f"{option} with `teacher_offload={args.teacher_offload!r}`: the teacher's weights are copied to the "
-                "device for each micro-batch instead of once per step: if this is slow, remove one of the two options."
-            )
 
     @property
     def is_on(self) -> bool:

@@ -84,7 +84,7 @@ class TeacherPrompts:
                     "to the teacher's. If the teacher is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
-            if self._host.methods.fall_back or intake.is_told:
+            if self._host.methods.any("falls_back") or intake.is_told:
                 prompt_ids = self._where_they_fit(rows, prompt_ids, rollout)
         self.check_fit(rows, prompt_ids, rollout)
         return None if alike else prompt_ids

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
-from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
@@ -20,7 +19,6 @@ from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
 from trl_opsd.loop import fingerprint
 from trl_opsd.loop.overrides import own_verbs
-from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.methods.reward_functions import Given
 from trl_opsd.methods.rewards import Rewards
@@ -60,8 +58,6 @@ class Teaching:
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
         """Offset from the step being trained to the step whose rows are read."""
-        self.first_made: tuple[list[int], PreTrainedTokenizerBase, str] | None = None
-        """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
         self.prompts = TeacherPrompts(host)
         self._of_engine: PromptLimits | None = None
         """Limits of an engine in this process, which is built once."""
@@ -123,7 +119,7 @@ class Teaching:
                 needs_whole=next((type(one).__name__ for one in host.methods if one.needs_whole), None),
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
-        check_made_for(host, self.teachers)
+        fingerprint.check_made_for(host, self.teachers)
         self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args, host.base_samples)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
@@ -220,27 +216,17 @@ class Teaching:
                         found.append(partial(begin_reading, processor, images, host.pictures, ahead))
         return found
 
-    def as_rows(self, rows: Sequence[Row]) -> list[BatchRow]:
-        """Rows of a batch; those that come from elsewhere are parsed, and nothing is known of them."""
-        return [
-            row
-            if isinstance(row, BatchRow)
-            else BatchRow(self.readers.intake.read(row, f"row {number} of {self.batch_name}"))
-            for number, row in enumerate(rows)
-        ]
-
-    def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+    def targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
         """The teachers' targets for a generation batch, by [`Teachers.targets`], which asks each teacher for its rows.
 
         They do not read skipped rows.
         """
-        known = self.as_rows(rows)
         # All processes call their teachers, which may be collective.
-        read = [number for number, row in enumerate(known) if row.prompt_weight] or [0]
+        read = [number for number, row in enumerate(rows) if row.prompt_weight] or [0]
         if len(read) == len(rows):
-            return self._targets(rollout, known)
+            return self._targets(rollout, rows)
         rollout = rollout.select(read)
-        targets = kept_by_row(self._targets(rollout, [known[number] for number in read]), rollout.weights)
+        targets = kept_by_row(self._targets(rollout, [rows[number] for number in read]), rollout.weights)
         return targets.among(read, len(rows))
 
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
@@ -264,11 +250,7 @@ class Teaching:
 
     def _for_teachers(self, rollout: Rollout, rows: Sequence[BatchRow]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
-        read = self.prompts.read(rollout, rows)
-        if self.first_made is None and read is not rollout and (by := self._host.methods.rewriting):
-            tokenizer = self.readers.tokenizers.get(rows[0].request.teacher, self.readers.tokenizer)
-            self.first_made = read.prompt_lists()[0], tokenizer, by
-        return read, [row.request.teacher for row in rows]
+        return self.prompts.read(rollout, rows), [row.request.teacher for row in rows]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
 
@@ -330,4 +312,4 @@ class Teaching:
     def learned_rewards(self) -> Sequence[Given]:
         """The rewards that training depends on."""
         rewards = self._host.methods.get(Rewards)
-        return () if rewards is None or not self._host.methods.needs_rewards else rewards.given
+        return () if rewards is None or not self._host.methods.any("needs_rewards") else rewards.given

@@ -18,14 +18,6 @@ EARLY = ("prefix", "random")
 """Criteria that need neither model."""
 LATE = ("student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise")
 """Criteria that need logits."""
-_WORDS = {
-    "prefix": "the first",
-    "random": "drawn at random",
-    "student_entropy": "those with the highest entropy of the student",
-    "teacher_divergence": "those with the largest divergence",
-    "teacher_confidence": "those with the lowest entropy of the teacher",
-    "student_surprise": "those to which the student gave the lowest probability",
-}
 _DIGITS = 9
 """Decimals to which the number of kept tokens is known before it is rounded up: 0.07 of 100 are 7, though the product
 is 7.000000000000001."""
@@ -39,9 +31,6 @@ class Selection:
     """One of [`EARLY`] or [`LATE`]."""
     fraction: float
     """In (0, 1)."""
-
-    def __str__(self) -> str:
-        return f"of {self.fraction:g} of the tokens of each row, {_WORDS[self.criterion]}"
 
     @property
     def is_late(self) -> bool:

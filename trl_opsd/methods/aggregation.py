@@ -40,10 +40,6 @@ class Aggregation(Method):
         """Whether what a row counts depends on all rows of its step."""
         return self.by == "teachers"
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"all {self.by} alike" + ("" if self.weights is None else f", but weighted {self.weights}")
-
     def check(self, args: Any, teachers: Sequence[str]) -> None:
         """Raises `ValueError` for weights of others than the teachers of rows."""
         if self.weights is not None and self.by == "teachers" and {*self.weights} != {*teachers}:

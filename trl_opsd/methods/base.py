@@ -100,7 +100,8 @@ class Method:
         metrics (`Mapping[str, Metric]`): what it logs; read of methods of the package alone.
         needs_rewards (`bool`): whether training depends on the rewards of rows, which are then never only logged.
         reads_outcomes (`bool`): whether it reads `BatchRow.outcome`.
-        reads (`Sequence[str]`): keys of what `references` returns.
+        reads (`Sequence[str]`): what its target is made of beside the teacher: `"contrast"`, the teacher in the context
+            of the row's contrast, or `"origin"`, the student as it was passed.
         adds_nll (`bool`): whether it sets `BatchRow.nll_weight`.
         skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
         by_token (`bool`): whether it reads distributions over tokens, of a teacher with the student's tokens.
@@ -109,7 +110,6 @@ class Method:
         whole_batch (`bool`): whether it needs all completions of a step before the first is trained on.
         in_groups (`bool`): whether it compares the completions of a prompt.
         moves_target (`bool`): whether a student that teaches itself without context learns something by it.
-        words (`str`): what it does to the loss, for the banner and the model card; empty for none.
         falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
             `False` that is an error.
         resumed (`bool`): Whether a run resumes only with the same settings.
@@ -128,7 +128,6 @@ class Method:
     whole_rows: bool = True
     in_groups: bool = False
     moves_target: bool = False
-    words: str = ""
     resumed: bool = True
 
     @property
@@ -183,10 +182,6 @@ class Method:
         collectives in it.
         """
         return prompt
-
-    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
-        """What else is read of the completions, by what it is for: `"contrast"`, `"origin"`."""
-        return {}
 
     # ---- The weights of tokens --------------------------------------------------------------------------------------
 

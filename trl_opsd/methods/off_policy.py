@@ -40,10 +40,6 @@ class OffPolicy(Method):
         """Whether it adds to the divergence."""
         return self.nll_weight > 0
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"plus {self.nll_weight:g} times -log p of completions of others" if self.adds_nll else ""
-
     metrics: ClassVar = {
         "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
         "off_policy/divergence": Metric("nats", "`divergence/mean` of off-policy rows.", _MIXED_SOME),
@@ -52,17 +48,14 @@ class OffPolicy(Method):
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:
-            row.nll_weight += self.nll_weight * bool(row.is_off_policy)
+            row.nll_weight += self.nll_weight * row.is_off_policy
 
     def tally(self, part: Part) -> Tensor:
         """[2, 3]: rows that count, their weight and divergence, of the student's and of the others."""
-        sums_23 = part.sums.new_zeros(2, 3)
-        marks = [row.is_off_policy for row in part.rows]
-        if marks and None not in marks:  # rows that no dataset gave have no mark
-            weight_B, divergence_B = columns(part.sums, "weight", "divergence").unbind(1)
-            values_B3 = torch.stack([(weight_B > 0).to(weight_B.dtype), weight_B, divergence_B], dim=1)
-            sums_23.index_add_(0, torch.tensor(marks).long().to(weight_B.device, non_blocking=True), values_B3)
-        return sums_23
+        marks_B = torch.tensor([row.is_off_policy for row in part.rows]).long()
+        weight_B, divergence_B = columns(part.sums, "weight", "divergence").unbind(1)
+        values_B3 = torch.stack([(weight_B > 0).to(weight_B.dtype), weight_B, divergence_B], dim=1)
+        return part.sums.new_zeros(2, 3).index_add_(0, marks_B.to(weight_B.device, non_blocking=True), values_B3)
 
     def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         if tally is None:

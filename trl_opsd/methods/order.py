@@ -24,7 +24,7 @@ from trl_opsd.data.prompts import Prompt
 from trl_opsd.environments import Environments
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
-from trl_opsd.methods.rewards import PromptFunction, Rewards
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.rules import refuse, shown
 from trl_opsd.options.table import LARGEST_WEIGHT
@@ -115,51 +115,19 @@ class Methods:
 
     # ---- What they say of themselves --------------------------------------------------------------------------------
 
+    def any(self, trait: str) -> bool:
+        """Whether one has a trait, an attribute of [`Method`] that is true or false."""
+        return any(getattr(one, trait) for one in self)
+
     @cached_property
     def of_user(self) -> list[Method]:
         """Those that a user has passed."""
         return [one for one in self if not _is_ours(one)]
 
     @cached_property
-    def rewriting(self) -> str:
-        """Code of the user that changes what teachers read, in words; empty without any."""
-        found = [f"`{type(one).__name__}.teacher_prompt`" for one in self.of_user if one.has("teacher_prompt")]
-        return " and ".join(["`teacher_prompt_fn`"] * (self.get(PromptFunction) is not None) + found)
-
-    @cached_property
-    def needs_rewards(self) -> bool:
-        """Whether training depends on rewards."""
-        return any(one.needs_rewards for one in self)
-
-    @cached_property
-    def reads_outcomes(self) -> bool:
-        """Whether rows get the completions of their prompt and their rewards."""
-        return any(one.reads_outcomes for one in self)
-
-    @cached_property
     def reads(self) -> set[str]:
         """What targets are made of beside the teacher."""
         return {name for one in self for name in one.reads}
-
-    @cached_property
-    def adds_nll(self) -> bool:
-        """Whether rows may have an `nll_weight`."""
-        return any(one.adds_nll for one in self)
-
-    @cached_property
-    def words(self) -> str:
-        """What they do to the loss, with a comma before each."""
-        return "".join(f", {one.words}" for one in self if one.words)
-
-    @cached_property
-    def may_skip(self) -> bool:
-        """Whether prompts may have the weight 0, for which nothing is generated."""
-        return any(one.skips for one in self)
-
-    @cached_property
-    def fall_back(self) -> bool:
-        """Whether a prompt that is too long for its teacher has another in its place."""
-        return any(one.falls_back for one in self)
 
     # ---- The hooks --------------------------------------------------------------------------------------------------
 
@@ -189,7 +157,7 @@ class Methods:
             fits = all(0 <= one <= LARGEST_WEIGHT for one in (row.prompt_weight, row.gate)) and math.isfinite(
                 row.nll_weight
             )
-            if not (fits and (row.prompt_weight or self.may_skip) and (not row.nll_weight or self.adds_nll)):
+            if not (fits and (row.prompt_weight or self.any("skips")) and (not row.nll_weight or self.any("adds_nll"))):
                 raise ValueError(
                     f"`{type(method).__name__}` set {row.prompt_weight=}, {row.gate=}, {row.nll_weight=} in "
                     f"{row.request.where}: expected weights from 0 to {LARGEST_WEIGHT:g} and a finite `nll_weight`. A "
@@ -208,7 +176,11 @@ class Methods:
         return found
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Rollout]:
-        return {name: found for one in self._of("references") for name, found in one.references(rollout, rows).items()}
+        """What is read of the completions beside the teacher's prompts, by what it is for."""
+        found = {"origin": rollout} if "origin" in self.reads else {}
+        if "contrast" in self.reads:
+            found = {"contrast": self._host.teaching.prompts.contrasts(rollout, rows), **found}
+        return found
 
     def select(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         for one in self._of("select", in_training=True):
@@ -237,7 +209,7 @@ class Methods:
         """Logs the mean gate of all rows that were generated, where rewards or environments may set it. Collective."""
         intake, rewards = self._host.teaching.readers.intake, self.get(Rewards)
         of_rewards = rewards is not None and rewards.gate is not None and self._host.model.training
-        if of_rewards or self.reads_outcomes or (intake.needs_context and intake.is_told):
+        if of_rewards or self.any("reads_outcomes") or (intake.needs_context and intake.is_told):
             gates = [row.gate for row in rows if row.prompt_weight and not row.is_padding]
             sums = torch.tensor([sum(gates), len(gates)], dtype=torch.float32, device=self._host.accelerator.device)
             total, count = self._host.accelerator.reduce(sums, "sum").tolist()

@@ -70,10 +70,6 @@ class StudentQuantization(Method, TrainerCallback):
     whole_rows = False
     moves_target = True
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"with the linear layers quantised as {self.format!s:.40}"
-
     def check(self, args: Any, teachers: Sequence[str]) -> None:
         """Raises `ValueError` for an unknown format."""
         self._config = base_config("StudentQuantization.format", self.format)

@@ -117,11 +117,6 @@ class Rewards(Method):
         """Whether training depends on rewards; logged ones may come later."""
         return self.needs_rewards
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        told = [f"plus {self.weight:g} times the policy gradient of rewards"] * self.adds_nll
-        return ", ".join(told + [f"rows gated by their reward ({self.gate})"] * (self.gate is not None))
-
     def has(self, hook: str) -> bool:
         return super().has(hook) and (hook != "teacher_prompt" or self.context is not None)
 
@@ -183,8 +178,8 @@ class Rewards(Method):
     # ---- A generation batch -----------------------------------------------------------------------------------------
 
     def generated(self, batch: Generated) -> None:
-        host, tells = self.host, self.host.methods.reads_outcomes
-        is_trained = batch.is_training and host.methods.needs_rewards
+        host, tells = self.host, self.host.methods.any("reads_outcomes")
+        is_trained = batch.is_training and host.methods.any("needs_rewards")
         is_logged = batch.is_training and self.logs_in_training
         if not self.given or not (is_trained or is_logged or self._evaluated is not None or tells):
             return
@@ -217,7 +212,7 @@ class Rewards(Method):
         first = host.accelerator.process_index * len(batch.rows)
         for place, row in enumerate(batch.rows, start=first):
             row.reward = batch.rewards[place]
-        if not host.methods.reads_outcomes:
+        if not host.methods.any("reads_outcomes"):
             return
         number = args.num_generations if batch.is_training else args.num_generations_eval or args.num_generations
         texts = texts_of(host.processing_class, batch.rollout.completion_lists())

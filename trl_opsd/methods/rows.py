@@ -32,10 +32,10 @@ class BatchRow(Mapping[str, Any]):
 
     request: Request
     """As it was read; an environment adds text for its teacher."""
-    place: int | None = None
-    """Index in the generation batch over all processes; `None` for a row that no dataset gave."""
-    is_off_policy: bool | None = None
-    """Whether the completion is the dataset's or the teacher's; `None` until that is decided."""
+    place: int = 0
+    """Index in the generation batch over all processes."""
+    is_off_policy: bool = False
+    """Whether the completion is the dataset's or the teacher's."""
     is_padding: bool = False
     """Whether it only fills the last batch of an evaluation."""
     prompt_weight: float = 1.0

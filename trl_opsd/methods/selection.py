@@ -72,17 +72,11 @@ class TokenSelection(Method):
 
     whole_rows = by_token
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return "" if self.fraction == 1 else str(self.selection)
-
     def select(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         if self.selection.is_late:
             return weights
-        # Rows of a batch that no dataset gave have no place: their number in it stands in.
-        places = [number if row.place is None else row.place for number, row in enumerate(rows)]
         seed, step = self.host.args.seed, self.host.state.global_step
-        return self.selection.chosen(weights, [derived_seed(seed, step, place, _SALT) for place in places])
+        return self.selection.chosen(weights, [derived_seed(seed, step, row.place, _SALT) for row in rows])
 
     def final_weights(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         # The denominator of the step is known before the logits that a late criterion needs.

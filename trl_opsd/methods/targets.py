@@ -1,11 +1,7 @@
-"""Moves the target away from a contrast or from the initial student, or anchors the student to what it was.
-
-B rows
-"""
+"""Moves the target away from a contrast or from the initial student, or anchors the student to what it was."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -13,8 +9,6 @@ from trl_opsd._compat.values import NotNegative, Positive
 from trl_opsd.losses import ReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Method
-from trl_opsd.methods.rows import BatchRow
-from trl_opsd.types import Rollout
 from trl_opsd.types.metrics import WEIGHTED, Logs, Metric
 
 
@@ -35,13 +29,6 @@ class Contrast(Method):
     reads = ("contrast",)
     by_token = needs_whole = moves_target = True
 
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"moved {self.weight:g} times away from a contrast"
-
-    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
-        return {"contrast": self.host.teaching.prompts.contrasts(rollout, rows)}
-
     def objective(self, objective: Objective) -> Objective:
         return replace(objective, contrast=(self.weight, self.clip))
 
@@ -60,13 +47,6 @@ class Extrapolation(Method):
 
     reads = ("origin",)
     by_token = needs_whole = moves_target = True
-
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"extrapolated {self.factor:g} times from the student as it was passed"
-
-    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
-        return {"origin": rollout}
 
     def objective(self, objective: Objective) -> Objective:
         return replace(objective, extrapolation=self.factor)
@@ -94,13 +74,6 @@ class Anchor(Method):
             "anchored / weight",
         ),
     }
-
-    @property
-    def words(self) -> str:  # type: ignore[override]
-        return f"plus {self.weight:g} times the divergence from the student as it was passed"
-
-    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
-        return {"origin": rollout}
 
     def objective(self, objective: Objective) -> Objective:
         # The anchor is of whole distributions, whatever `top_k_teacher`.

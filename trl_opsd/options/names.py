@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
@@ -40,8 +40,6 @@ class StrictNames:
 
     _config_class: ClassVar[Any] = None
     """The config of a class that takes arguments; `None` for a config itself, which takes options."""
-    answers: ClassVar[Mapping[str, str]] = {}
-    """What to do in place of a name that is known from the base class."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Checks the names; `__init__` takes the values.
@@ -62,6 +60,5 @@ class StrictNames:
         config = cls._config_class
         if config is not None and name in {one.name for one in fields(config)}:
             return f"has no argument {name!r}: it is an option, `args={config.__name__}({name}=...)`."
-        hint = cls.answers.get(name) or did_you_mean(name, known)
-        hint = hint or "docs/migration.md has the names of other trainers, docs/reference.md all."
+        hint = did_you_mean(name, known) or "docs/migration.md has the names of other trainers, docs/reference.md all."
         return f"has no {'option' if config is None else 'argument'} {name!r}: {hint}"

@@ -24,7 +24,8 @@ from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.prompts import Request
 from trl_opsd.data.readers import Reader
 from trl_opsd.losses.divergence import describe
-from trl_opsd.methods.rewards import Rewards
+from trl_opsd.methods import METHODS
+from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.models.checks import described, sizes
 from trl_opsd.models.tokenizers import readable
 from trl_opsd.options.normalize import SAMPLING
@@ -130,13 +131,15 @@ def _parts(trainer: OPSDTrainer) -> dict[str, str]:
         "steps": _steps(trainer),
         "completions": _completions(trainer),
         "objective": f"{describe(trainer.divergence)}, {temperatures_in_words(*trainer.temperatures)}"
-        f"{shape_in_words(args)}{trainer.methods.words}",
+        f"{shape_in_words(args)}",
     }
     if trainer._reward_names and (rewards := trainer.methods.get(Rewards)) is not None:
         logged = ", logged only" if rewards.logs_in_training else ", in evaluations only"
         parts["rewards"] = ", ".join(trainer._reward_names) + ("" if trainer.teaching.learned_rewards else logged)
-    if trainer.methods.of_user:
-        parts["methods"] = ", ".join(type(one).__name__ for one in trainer.methods.of_user)
+    # Of a user's own the name alone: their settings may be private.
+    of_user = [type(one).__name__ for one in trainer.methods.of_user]
+    if methods := [one.described() for one in trainer.methods if one.resumed and type(one) in METHODS] + of_user:
+        parts["methods"] = ", ".join(methods)
     used = trainer.optimizer
     while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
         used = used.optimizer
@@ -203,23 +206,21 @@ def _rows(trainer: OPSDTrainer, reads_stream: bool) -> Iterator[tuple[str, str]]
     row = next(iter(dataset), None)
     if row is None:
         raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
-    readers, made, by = trainer.teaching.readers, trainer.teaching.first_made, trainer.methods.rewriting
+    readers, methods = trainer.teaching.readers, trainer.methods
     request = readers.intake.read(row, f"row 0 of {where}")
     yield "prompt", _decoded(trainer, readers.student, request)
     name = "teacher's prompt" if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
-    if made is not None:
-        yield name, _shown(trainer, *made)
-    elif by:
-        yield name, f"what {by} returns: `print(trainer)` shows the first after a step"
+    if methods.get(PromptFunction) is not None or any(one.has("teacher_prompt") for one in methods.of_user):
+        yield name, "made of each completion, by `teacher_prompt_fn` or a method"
     else:
         own = "the same" if readers.are_alike(request) else _decoded(trainer, readers.teacher, request)
-        yield name, own + " + what it is told later" * (readers.intake.is_told or trainer.methods.fall_back)
+        yield name, own + " + what it is told later" * (readers.intake.is_told or methods.any("falls_back"))
 
 
 def _unread(trainer: OPSDTrainer, dataset: AnyDataset) -> list[str]:
     """Columns that nothing reads, as far as is known: a function or a subclass may read any."""
-    methods, weighs = trainer.methods, not str(trainer.weigh.__module__).startswith("trl_opsd.")
-    if trainer._reward_names or methods.rewriting or methods.of_user or weighs:
+    weighs, calls = not str(trainer.weigh.__module__).startswith("trl_opsd."), trainer.methods.get(PromptFunction)
+    if trainer._reward_names or calls is not None or trainer.methods.of_user or weighs:
         return []
     return [repr(name) for name in columns_of(dataset) or () if name not in trainer.row_columns]
 
