@@ -103,20 +103,19 @@ def doctor(
         Path | None,
         typer.Option(help="YAML file of `trl-opsd train`: sets how to load the models, and is checked too."),
     ] = None,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Start vLLM too, and check its completions.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Checks whether a student can be distilled from a teacher, before spending GPU time.
 
-    Starts a training with all of its checks, and takes a step; checks the chat template, the teacher's states, the loss
-    against its float64 reference, precision and generation. Models are loaded in float32.
+    Starts a training with all of its checks, and takes a step; checks the chat template, the teacher's states, and the
+    loss against its float64 reference. Models are loaded in float32.
 
     Exit status: 0 if no check failed, 1 if one failed, 2 for a wrong option, or a student without a tokenizer.
     """
     from trl_opsd.cli.doctor import document, examine, pair_of, show
 
     with redirect_stdout(sys.stderr):
-        findings = examine(pair := pair_of(student, teacher, config), vllm)
+        findings = examine(pair := pair_of(student, teacher, config))
     print(json.dumps(document(pair, findings), indent=2)) if as_json else show(findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
 
