@@ -146,10 +146,6 @@ def plan(
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank, on all linear layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
-    origin: Annotated[
-        bool, typer.Option("--origin", help="Also read the student as it was passed (`anchor`, `extrapolation`).")
-    ] = False,
-    contrast: Annotated[bool, typer.Option("--contrast", help="The teacher also reads a contrast.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
@@ -160,7 +156,7 @@ def plan(
     """
     from trl_opsd.cli.plan import Load, planned, show
 
-    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast)
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9))
     found = planned(student, teacher or student, load, host_memory and host_memory * 1e9, engine)
     print(json.dumps(found, indent=2)) if as_json else show(found)
     raise typer.Exit(0 if found["fits"] else 1)
