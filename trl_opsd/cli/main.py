@@ -35,8 +35,7 @@ def merge(
     context: typer.Context,
     experts: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train` with `experts`.")],
 ) -> None:
-    """Distils several experts into one student, and prints a table: each expert, the student before and after, and the
-    average of the experts' weights.
+    """Distils several experts into one student, and prints a table: each expert, and the student before and after.
 
     Takes the options of `trl-opsd train` too; `--dry_run` checks everything and measures nothing.
     """
