@@ -333,16 +333,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             if self._recording is not None and rollout.begins_at is None:
                 from trl_opsd.report.samples import samples_of
 
-                sampled = partial(
-                    samples_of,
-                    *(hidden_BCH, head, teacher_heads, rollout, comparison.targets),
-                    objective=objective,
-                    origin=origin,
-                    tokenizer=self.processing_class,
-                    placeholders=self.placeholders,
-                    names=list(teachers),
-                    nats=comparison.nats,
-                )
+                sampled = partial(samples_of, self, comparison, head, teacher_heads, objective, origin)
                 self._recording.note(self.state, self.model.training, rollout, sampled)
         return parts
 
