@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def options(folder: Path, steps: int, seed: int) -> dict[str, Any]:
-    """A file of `trl-opsd merge`."""
+    """A file of `trl-opsd train` with `experts`."""
     return {
         "model_name_or_path": str(folder / "base"),
         "experts": {

@@ -1,4 +1,4 @@
-"""`trl-opsd merge`: what is measured is that of the models themselves, and the table says what the student is worth."""
+"""`experts` of a run: what is measured is that of the models themselves; the table says what the student is worth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from support import tiny
 from transformers import AutoModelForCausalLM
 
-from trl_opsd.cli.main import app
 from trl_opsd.cli.merge import AFTER, BEFORE, Experts, Metric, experts_of, table
 from trl_opsd.cli.train import main
 
@@ -146,12 +145,6 @@ def test_rows_are_held_out_where_no_test_is_named():
     experts = Experts(experts_of({"a": WHOLE, "b": OTHER}), lambda _: {"train": rows}, [len, len], 0)
     held, trained = ({*part["prompt"]} for part in (experts.data()["test"]["a"], experts.data()["train"]))
     assert (len(held), len(trained), held & trained) == (4, 36, set())
-
-
-def test_a_file_without_experts_is_refused(tmp_path):
-    (tmp_path / "run.yaml").write_text("max_steps: 1")
-    with pytest.raises(SystemExit):
-        app(["merge", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.long

@@ -31,21 +31,6 @@ def train(context: typer.Context) -> None:
     run(context.args, "trl-opsd train", traceback=context.obj)
 
 
-def merge(
-    context: typer.Context,
-    experts: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train` with `experts`.")],
-) -> None:
-    """Distils several experts into one student, and prints a table: each expert, and the student before and after.
-
-    Takes the options of `trl-opsd train` too; `--dry_run` checks everything and measures nothing.
-    """
-    if "experts:" not in experts.read_text(encoding="utf-8"):
-        raise ValueError(f"{experts} has no `experts`: expected names with {{model: ..., dataset: ..., metric: ...}}.")
-    from trl_opsd.cli.launch import run  # imports torch
-
-    run(["--config", str(experts), *context.args], "trl-opsd merge", traceback=context.obj)
-
-
 def targets(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
@@ -246,7 +231,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )(train)
-for takes_more in (merge, targets, audit):
+for takes_more in (targets, audit):
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(takes_more)
 for command in (doctor, plan, report):
     app.command()(command)
