@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,10 +19,8 @@ from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
-from trl_opsd.models.backbone import Run, model_shape
+from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.checks import Adapter, adapter_at, whole_checkpoint, whole_on
-from trl_opsd.models.padding import BatchPolicy
-from trl_opsd.models.weights import Samples
 from trl_opsd.options.rules import refuse
 from trl_opsd.teacher.adapters import placed
 from trl_opsd.teacher.base import Teacher, innermost
@@ -63,31 +61,21 @@ def build_teacher(
 
 
 def build_teachers(
-    models: Mapping[str, Any],
-    student: CausalLM,
-    run: Run,
-    policy: Callable[[], BatchPolicy],
-    args: OPSDConfig,
-    handed_in: Samples | None,
-    divergence: Divergence,
-    tokenizer: PreTrainedTokenizerBase,
-    wrap: Callable[[str, Teacher], Teacher] | None = None,
-    reads: Collection[str] = (),
-    needs_whole: str | None = None,
+    models: Mapping[str, Any], host: Any, wrap: Callable[[str, Teacher], Teacher] | None = None
 ) -> Teachers:
-    """All teachers by name, from what was passed for each; `None` is the student itself.
+    """All teachers of a trainer by name, from what was passed for each; `None` is the student itself.
 
-    `divergence` and `tokenizer` say what to request from a server; `wrap` makes another of each teacher, by its name;
-    `reads` says what is read beside them, `"origin"` the student as it was passed; `needs_whole` names the method that
-    needs their whole distributions.
+    `wrap` makes another of each teacher, by its name.
     """
+    student, args, handed_in, reads = host.model, host.args, host.base_samples, host.methods.reads
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
     if handed_in is not None and (is_base or "origin" in reads):
         need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
         checked = check_base(student, handed_in, need)
     urls, device, progress = servers(args), args.teacher_cache_device, _progress(args)
-    own = partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
+    policy = lambda: host.batching_to_learn  # noqa: E731 (known only later for a sharded student)
+    own = partial(OwnTeacher, student, host.in_student, policy=policy, cache_device=device, progress=progress)
     prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
@@ -98,7 +86,7 @@ def build_teachers(
         if model is None:
             teachers[name], average = _build_own(own, student, args, prefix_bytes)
         elif name in urls:
-            teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
+            teachers[name] = served(model, urls[name], args, host.divergence, student, host.processing_class)
         elif name in placements:
             teachers[name] = _frozen(placements[name], args, prefix_bytes)
         else:
@@ -109,19 +97,18 @@ def build_teachers(
     if "origin" in reads:
         origin = next(iter(teachers.values())) if is_base else _build_base(own, student, args, prefix_bytes)
     checks = [one for one in (checked, unchanged) if one is not None]
-    _check_whole(teachers, args, divergence, needs_whole)
+    _check_whole(teachers, host)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
     return Teachers(teachers, average, checks, origin, own(nullcontext) if asks_student else None)
 
 
-def _check_whole(
-    teachers: Mapping[str, Teacher], args: OPSDConfig, divergence: Divergence, needs_whole: str | None
-) -> None:
+def _check_whole(teachers: Mapping[str, Teacher], host: Any) -> None:
     """Refuses what needs a teacher's whole distribution where only some tokens are known."""
     known = [name for name, one in teachers.items() if isinstance(innermost(one).head, TokenHead)]
+    args, divergence = host.args, host.divergence
     temperature = args.teacher_temperature or args.temperature
     needs = {
-        "methods": needs_whole,
+        "methods": next((type(one).__name__ for one in host.methods if one.needs_whole), None),
         "teacher_temperature": None if temperature == 1 else temperature,
         "kl_clip": args.kl_clip,
         "top_k_teacher": args.top_k_teacher,
