@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
@@ -20,15 +21,16 @@ from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
 from trl_opsd.models.backbone import model_shape
-from trl_opsd.models.checks import Adapter, adapter_at, whole_checkpoint, whole_on
+from trl_opsd.models.checks import Adapter, adapter_at, sizes, whole_checkpoint, whole_on
+from trl_opsd.models.weights import sample
 from trl_opsd.options.rules import refuse
-from trl_opsd.teacher.adapters import placed
+from trl_opsd.teacher.adapters import Adapted, borrow
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident, is_fixed
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.prefix import SharedPrefix
-from trl_opsd.teacher.self_teacher import Average, OwnTeacher, check_base
+from trl_opsd.teacher.self_teacher import Average, OwnTeacher, check_base, unchanged
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types.known import TokenHead
 
@@ -79,7 +81,7 @@ def build_teachers(
     prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
-    placements, unchanged = _placed_adapters(adapters, student, args, is_only)
+    placements, borrows = _placed_adapters(adapters, student, args, is_only)
     teachers: dict[str, Teacher] = {}
     average: Average | None = None
     for name, model in models.items():
@@ -96,7 +98,7 @@ def build_teachers(
     origin: Teacher | None = None
     if "origin" in reads:
         origin = next(iter(teachers.values())) if is_base else _build_base(own, student, args, prefix_bytes)
-    checks = [one for one in (checked, unchanged) if one is not None]
+    checks = [one for one in (checked, borrows) if one is not None]
     _check_whole(teachers, host)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
     return Teachers(teachers, average, checks, origin, own(nullcontext) if asks_student else None)
@@ -126,17 +128,41 @@ def _check_whole(teachers: Mapping[str, Teacher], host: Any) -> None:
 def _placed_adapters(
     adapters: Mapping[str, Adapter], student: CausalLM, args: OPSDConfig, is_only: bool
 ) -> tuple[dict[str, Placement], Callable[[], None] | None]:
-    """Loads adapters and their bases (one may have the student's own weights): frozen ones, whole and here."""
+    """The placement of each adapter by its teacher's name, and a check that weights of others have not changed.
+
+    Frozen weights of the student, and of bases loaded here, are used where they equal those of a base.
+    """
     is_split = args.deepspeed_plugin is not None or is_fsdp_enabled()
+    shares = args.teacher_offload == "none"  # offloaded weights move
     # Compared in host memory, so that a base is never on the device twice.
-    compares = args.teacher_offload == "none" and is_peft(student) and not is_split
+    compares = shares and is_peft(student) and not is_split
     compares &= teacher_loading(args).keys().isdisjoint({"device_map", "quantization_config"})
-
-    def load(adapter: Adapter) -> CausalLM:
-        return _loaded(adapter.base, args, adapter.loading_of_base, in_host_memory=compares)
-
-    lenders = [student] * compares if args.teacher_offload == "none" else None  # offloaded weights move
-    return placed(adapters, load, partial(_placed, args=args, is_only=is_only), lenders)
+    groups: dict[tuple[str, ...], dict[str, Adapter]] = {}
+    for name, one in adapters.items():
+        # PEFT puts adapters of one type only into the layers of a model.
+        key = one.base, str(sorted(one.loading_of_base.items())), str(one.config.peft_type)
+        groups.setdefault(key, {})[name] = one
+    found: dict[str, Placement] = {}
+    borrowed: dict[str, Tensor] = {}
+    others = [student] * compares
+    for group in groups.values():
+        first = next(iter(group.values()))
+        model: CausalLM = _loaded(first.base, args, first.loading_of_base, in_host_memory=compares)
+        mine = borrow(model, others) if shares else {}
+        borrowed |= mine
+        names = {name: f"teacher{number:03}" for number, name in enumerate(group)}
+        for name, one in group.items():
+            model = one.put_on(model, names[name])
+        with model.disable_adapter():  # the head that is kept apart is the base's
+            shared = _placed(model, args, is_only)
+        others.append(model)
+        owners = f"; {len(group)} teachers share its base" if len(group) > 1 else ""
+        owners += f"; {sizes({id(one): one for one in mine.values()}.values())} of it are others'" if mine else ""
+        found |= {name: Adapted(shared, names[name], one.path, owners) for name, one in group.items()}
+    if not borrowed:
+        return found, None
+    who = "a teacher, an adapter of the same base, uses it (with `teacher_offload='cpu'` a copy)"
+    return found, unchanged(lambda: {name: sample(one) for name, one in borrowed.items()}, who)
 
 
 def _build_own(
