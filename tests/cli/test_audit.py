@@ -17,9 +17,8 @@ from support.failing_server import Scoring, pretended
 from typer.testing import CliRunner
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.cli.audit import Audit, Mean, audit, document, screen, tokens_of, verdict
+from trl_opsd.cli.audit import Audit, Mean, Replay, audit, document, screen, tokens_of, verdict
 from trl_opsd.cli.main import app
-from trl_opsd.cli.replay import Replay
 from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods import Rewards
