@@ -6,12 +6,13 @@ N completion tokens · H hidden size · V vocabulary
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -32,7 +33,7 @@ from trl_opsd.data.tokenization import check_that_all_is_read
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, dense_divergence, streamed_divergence
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.checks import language_config, place_of
-from trl_opsd.models.probes import Doubt, Finding, Probe, findings
+from trl_opsd.models.probes import Doubt
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer, tokenizer_at
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, teacher_loading
 from trl_opsd.trainer import OPSDTrainer
@@ -292,18 +293,40 @@ def versions(_: Pair) -> str:
 # ---- All, in their order ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check."""
+
+    name: str
+    verdict: Literal["ok", "warning", "failed", "skipped"]
+    said: str
+    seconds: float
+
+
 def examine(pair: Pair) -> list[Finding]:
-    """All findings, in the order of the checks."""
+    """All findings, in the order of the checks; most need that the training has started."""
+    found: list[Finding] = []
     with TemporaryDirectory(prefix="trl_opsd-doctor-") as folder:
-        checks = {"chat template": template}
+        checks: dict[str, Callable[[Pair], str]] = {"start": partial(start, folder=folder), "chat template": template}
         if not pair.compares_bytes:
             checks |= {"teacher input": depends_on_input, "loss": loss}
-        checks["step"] = step  # the last, as it changes the student
-        probes = [Probe("start", partial(start, folder=folder))]
-        probes += [Probe(name, check, needs=("start",)) for name, check in checks.items()]
-        # stdout has the answer alone.
-        begin = partial(print, file=sys.stderr, flush=True)
-        return list(findings([*probes, Probe("versions", versions)], pair, begin))
+        checks |= {"step": step, "versions": versions}  # the step last, as it changes the student
+        for name, check in checks.items():
+            print(name, file=sys.stderr, flush=True)  # stdout has the answer alone
+            is_vain = name != "versions" and found and found[0].verdict == "failed"
+            found.append(Finding(name, "skipped", "Needs: start.", 0.0) if is_vain else _tried(name, check, pair))
+    return found
+
+
+def _tried(name: str, check: Callable[[Pair], str], pair: Pair) -> Finding:
+    begin, verdict = perf_counter(), "ok"
+    try:
+        said = check(pair)
+    except Doubt as doubt:
+        verdict, said = "warning", str(doubt)
+    except Exception as error:  # whatever a model raises is a finding
+        verdict, said = "failed", str(error) or type(error).__name__
+    return Finding(name, verdict, " ".join(said.split()), round(perf_counter() - begin, 2))  # type: ignore[arg-type]
 
 
 # ---- What is printed -------------------------------------------------------------------------------------------------

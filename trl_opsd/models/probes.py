@@ -1,6 +1,6 @@
 """Probes of a model, each made by running it: its output head, its gradients, and which rows may share a pass.
 
-A trainer raises the first failure; `doctor` collects all.
+A trainer raises the first failure.
 
 B rows · L tokens · V vocabulary size · H hidden size
 """
@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -61,8 +60,6 @@ class Probe(Generic[Subject]):
     name: str
     run: Callable[[Subject], str]
     """Says what was found, or raises what is wrong: a `ValueError`, or a [`Doubt`]."""
-    needs: tuple[str, ...] = ()
-    """Probes whose failure this one would only repeat."""
 
 
 @contextmanager
@@ -78,48 +75,11 @@ def explaining(
         raise ValueError(f"{subject} cannot {cannot}, {type(error).__name__}: {error}. {remedy}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of a probe."""
-
-    name: str
-    verdict: Literal["ok", "warning", "failed", "skipped"]
-    said: str
-    seconds: float
-
-
 def require(probes: Iterable[Probe[Subject]], subject: Subject) -> None:
     """Raises the first failure; a doubt is none."""
     for probe in probes:
         with suppress(Doubt):
             probe.run(subject)
-
-
-def findings(
-    probes: Iterable[Probe[Subject]], subject: Subject, begin: Callable[[str], None] = lambda name: None
-) -> Iterator[Finding]:
-    """Results of all probes, in their order, also after a failure; `begin` is called with the name of each."""
-    failed: set[str] = set()
-    for probe in probes:
-        begin(probe.name)
-        if lacking := [name for name in probe.needs if name in failed]:
-            found = Finding(probe.name, "skipped", f"Needs: {', '.join(lacking)}.", 0.0)
-        else:
-            found = _tried(probe, subject)
-        if found.verdict in ("failed", "skipped"):
-            failed.add(probe.name)
-        yield found
-
-
-def _tried(probe: Probe[Subject], subject: Subject) -> Finding:
-    start, verdict = perf_counter(), "ok"
-    try:
-        said = probe.run(subject)
-    except Doubt as doubt:
-        verdict, said = "warning", str(doubt)
-    except Exception as error:  # whatever a model or an engine raises is a finding
-        verdict, said = "failed", str(error) or type(error).__name__
-    return Finding(probe.name, verdict, " ".join(said.split()), round(perf_counter() - start, 2))  # type: ignore[arg-type]
 
 
 class Probed:
