@@ -33,7 +33,6 @@ from trl_opsd.data.tokenization import check_that_all_is_read
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, dense_divergence, streamed_divergence
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.checks import language_config, place_of
-from trl_opsd.models.probes import Doubt
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer, tokenizer_at
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, teacher_loading
 from trl_opsd.trainer import OPSDTrainer
@@ -47,6 +46,10 @@ TEXTS = (
 """Prompts and completions of different lengths."""
 TOKENS = 16
 """Maximum tokens of a completion."""
+
+
+class Doubt(Exception):
+    """Something that works, but may not be intended."""
 
 
 @dataclass
