@@ -32,7 +32,7 @@ from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
-from trl_opsd.teacher.comparison import compared, tokens_by_teacher
+from trl_opsd.teacher.comparison import Comparison, compared, tokens_by_teacher
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 CRITERIA = (None, *EARLY, *LATE)
@@ -75,15 +75,9 @@ class Batch:
             seeds = range(len(weights_BC))
             weights_BC = selection.thinned(weights_BC) if late else selection.chosen(weights_BC, seeds)
         heads = [self.teacher_head]
-        parts = compared(
-            self.hidden_BCH,
-            self.head,
-            heads,
-            tokens_by_teacher(heads, self.targets, weights_BC, late),
-            self.rollout,
-            None,
-            Objective(divergence=ReverseKL(), selection=late),
-        )
+        shares = tokens_by_teacher(heads, self.targets, weights_BC, late)
+        comparison = Comparison(self.rollout, self.targets, shares, self.hidden_BCH)
+        parts = compared(comparison, self.head, heads, None, Objective(divergence=ReverseKL(), selection=late))
         wanted = [one for one in (self.hidden_BCH, self.head.weight) if one.requires_grad]
         torch.autograd.grad(parts.loss, wanted)
 

@@ -300,41 +300,22 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teachers, policy, objective = self.teaching.teachers, self.batching_to_learn, self.current_objective
         first, heads = next(iter(teachers.values())), (teachers.heads, teachers.origin_head)
         comparison = first.compare(student, rollout, targets, objective, policy, *heads)
-        rollout, mine, hidden_BCH = comparison.rollout, comparison.shares, comparison.hidden_BCH
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
             whole_head(student) as head,
             gathered_head(*(teacher_heads := teachers.heads), (origin := teachers.origin_head)),
         ):
-            parts = compared(
-                hidden_BCH,
-                head,
-                teacher_heads,
-                mine,
-                rollout,
-                num_items,
-                objective,
-                origin=origin,
-            )
+            parts = compared(comparison, head, teacher_heads, num_items, objective, origin)
             if self.methods.reads_evaluations and not self.model.training:
-                rows, process = len(hidden_BCH), self.accelerator.process_index
+                rows, process = len(comparison.hidden_BCH), self.accelerator.process_index
                 distinct = rows if self.distinct_rows is None else max(0, self.distinct_rows - process * rows)
-                for pair in pairs_to_read(hidden_BCH, head, teacher_heads, mine, objective.temperatures, distinct):
+                for pair in pairs_to_read(comparison, head, teacher_heads, objective.temperatures, distinct):
                     self.methods.read(*pair)
-            if self._recording is not None and rollout.begins_at is None:
+            if self._recording is not None and comparison.rollout.begins_at is None:
                 from trl_opsd.report.samples import samples_of
 
-                sampled = partial(
-                    samples_of,
-                    *(hidden_BCH, head, teacher_heads, rollout, comparison.targets),
-                    objective=objective,
-                    origin=origin,
-                    tokenizer=self.processing_class,
-                    placeholders=self.placeholders,
-                    names=list(teachers),
-                    nats=comparison.nats,
-                )
-                self._recording.note(self.state, self.model.training, rollout, sampled)
+                sampled = partial(samples_of, self, comparison, head, teacher_heads, objective, origin)
+                self._recording.note(self.state, self.model.training, comparison.rollout, sampled)
         return parts
 
     @property

@@ -32,7 +32,7 @@ def answers(model: torch.nn.Module, folder: Path, questions: list[Question], tem
 
 
 def measured(model: torch.nn.Module, folder: Path, number: int) -> dict[str, float]:
-    """The accuracy in each task, of the questions that `trl-opsd merge` asks."""
+    """The accuracy in each task, of the questions that `experts` ask."""
     found = {}
     for task in TASKS:
         asked = draw(task, number, held_out=True)

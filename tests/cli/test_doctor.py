@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from trl_opsd import RolloutBackend
 from trl_opsd.cli import doctor as checks
 from trl_opsd.cli.doctor import Pair, pair_of
 from trl_opsd.cli.main import app
@@ -53,7 +52,6 @@ def test_a_healthy_pair_passes_every_check(family):
     said = {one.name: one.said for one in found}
     assert said["start"] == "Heads of 259 and 259 rows; 259 tokens."
     assert "'<|im_start|>assistant\\n'" in said["chat template"]
-    assert int(said["rollout"].split()[0]) > 3
 
 
 @pytest.mark.parametrize("kind", ["words", "letters"])
@@ -157,21 +155,6 @@ def test_only_the_broken_part_fails(make, failing, said):
     assert len(verdicts(found)["skipped"]) == (len(found) - 2) * (failing == "start"), "all but versions need it"
 
 
-class Stale(RolloutBackend):
-    """Writes what another model finds likeliest."""
-
-    def bind(self, trainer):
-        self.tokens, self.model = trainer.args.max_completion_length, tiny.qwen2(32, seed=7)
-
-    def complete(self, prompt_ids, step):
-        return [
-            self.model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False, eos_token_id=None)[
-                0, len(ids) :
-            ].tolist()
-            for ids in prompt_ids
-        ]
-
-
 @pytest.fixture
 def started(tmp_path):
     made = pair()
@@ -179,26 +162,11 @@ def started(tmp_path):
     return made
 
 
-def test_an_engine_with_other_weights_is_found(started):
-    started.trainer.rollout = Stale()
-    with pytest.raises(
-        ValueError, match=r"Stale, decoding greedily, generated a token that is [\d.]+ nats less likely"
-    ):
-        checks.reproduces(started)
-
-
 def test_nan_in_a_gradient_alone_fails(started, monkeypatch):
     monkeypatch.setattr(checks, "_compared", lambda mine, *_: (torch.zeros(1), torch.full((1,), torch.nan)))
     monkeypatch.setattr(checks, "_reference", lambda *_: (torch.zeros(1), torch.zeros(1)))
     with pytest.raises(ValueError, match="nan"):
         checks.loss(started)
-
-
-def test_nan_in_a_later_row_of_a_rollout_fails(started, monkeypatch):
-    found = iter([0.0, float("nan"), 0.0])
-    monkeypatch.setattr(checks, "_shortfall", lambda *_: next(found))
-    with pytest.raises(ValueError, match="generated a token that is nan nats less likely"):
-        checks.reproduces(started)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +211,7 @@ def test_self_teacher_is_compared_with_itself_given_more_context(folders):
 def test_the_command_prints_a_table_and_a_verdict(folders):
     done = doctor(folders / "student", folders / "teacher")
     assert done.exit_code == 0, done.output
-    assert "Ready: 8 of 8 checks passed" in done.stdout
+    assert "Ready: 6 of 6 checks passed" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stderr.splitlines()[0] == "start"
 

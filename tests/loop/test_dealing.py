@@ -14,7 +14,7 @@ from transformers import GPTNeoConfig, Llama4TextConfig, MambaConfig
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.loop import dealing
 from trl_opsd.models.padding import BatchPolicy
-from trl_opsd.models.probes import PACKING, Probed
+from trl_opsd.models.probes import Probed, check_packing
 from trl_opsd.teacher import frozen
 from trl_opsd.teacher.frozen import pass_groups
 
@@ -198,19 +198,19 @@ def gpt_neo(width: int = 32, seed: int = 0) -> torch.nn.Module:
 )
 def test_packing_refuses_chunked_and_local_attention(make, message):
     with pytest.raises(ValueError, match=rf"`padding_free=True`: the student .*{message}.*remove the option"):
-        Probed(make(), "student").prove(PACKING)
+        Probed(make(), "student").prove(check_packing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packing_proof_sees_leaking_rows_in_every_dtype(dtype):
-    Probed(tiny.qwen2().to(dtype), "student").prove(PACKING)
+    Probed(tiny.qwen2().to(dtype), "student").prove(check_packing)
     leaking = mamba()
     with torch.no_grad():
         for parameter in leaking.parameters():
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn_like(parameter) / parameter.size(1) ** 0.5)
     with pytest.raises(ValueError, match="concatenated rows change each other"):
-        Probed(leaking.to(dtype), "student").prove(PACKING)
+        Probed(leaking.to(dtype), "student").prove(check_packing)
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])

@@ -15,7 +15,7 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.losses import ForwardKL, LazyLogits, OutputHead, ReverseKL, dense_divergence
 from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
-from trl_opsd.teacher.comparison import best, compared, tokens_by_teacher
+from trl_opsd.teacher.comparison import Comparison, best, compared, tokens_by_teacher
 from trl_opsd.types import LossParts, Rollout, RowTargets, Sampled, TeacherTargets
 
 CRITERIA = (*EARLY, *LATE)
@@ -179,7 +179,7 @@ def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     selection = Selection("teacher_divergence", 0.5)
     given = tokens_by_teacher([head], targets, weights_BC, selection)
     objective = Objective(divergence=divergence, kl_clip=0.01, selection=selection)
-    found = compared(student_CV[None], head, [head], given, rollout, 6.0, objective)
+    found = compared(Comparison(rollout, targets, given, student_CV[None]), head, [head], 6.0, objective)
     of_all = dense_divergence(LazyLogits(student_CV, head), LazyLogits(teacher_CV, head), divergence, kl_clip=0.01)
     values = of_all.divergence.sort(descending=True).values
     assert values.min() < -values.max() < 0 < values.max()

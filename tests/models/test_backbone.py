@@ -15,7 +15,7 @@ from transformers import CohereConfig, GraniteConfig
 from trl_opsd.data.images import read_with_images
 from trl_opsd.models.backbone import backbone_of, completion_hidden, positions
 from trl_opsd.models.padding import BatchPolicy
-from trl_opsd.models.probes import HEAD, Probed
+from trl_opsd.models.probes import Probed, check_head
 from trl_opsd.types import OutputHead, Rollout
 from trl_opsd.types.rollout import PromptIds
 
@@ -160,7 +160,7 @@ def scaled(kind: type, **scale: float) -> torch.nn.Module:
 )
 def test_a_head_of_the_known_form_passes_the_probe(model):
     model.train()
-    Probed(model, "student").prove(HEAD)
+    Probed(model, "student").prove(check_head)
     assert model.training
 
 
@@ -176,14 +176,14 @@ def test_unknown_post_processing_of_logits_is_refused_with_the_difference(dtype)
 
     model.forward = shifted
     with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) does not compute .* a difference of \d"):
-        Probed(model, "teacher").prove(HEAD)
+        Probed(model, "teacher").prove(check_head)
 
 
 def test_a_head_with_constant_logits_is_refused():
     model = tiny.qwen2()
     model.lm_head.weight.data.zero_()
     with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) gives all 259 tokens the same logit"):
-        Probed(model, "teacher").prove(HEAD)
+        Probed(model, "teacher").prove(check_head)
 
 
 def test_a_student_whose_logits_cannot_be_recomputed_is_refused(make_trainer):

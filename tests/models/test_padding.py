@@ -16,7 +16,7 @@ from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.models import backbone
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, BatchPolicy, prove_batch_policy
-from trl_opsd.models.probes import PADDING, Probed
+from trl_opsd.models.probes import Probed, find_batching
 from trl_opsd.teacher.frozen import FrozenTeacher, Resident
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import cut_after_end
@@ -102,7 +102,7 @@ class TestProof:
             lambda module, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
         )
         before = torch.get_rng_state()
-        assert Probed(model, "student").prove(PADDING).batching == PADDED
+        assert Probed(model, "student").prove(find_batching).batching == PADDED
         assert passes == [5, 32, 32]
         assert model.training
         assert torch.equal(torch.get_rng_state(), before)
@@ -182,7 +182,7 @@ class TestReading:
         model = make().eval()
         if adapted:
             model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
-        policy = Probed(model, "student").prove(PADDING).batching
+        policy = Probed(model, "student").prove(find_batching).batching
         assert policy == (BY_LENGTH if make is bart else BatchPolicy(16))
         with torch.no_grad():
             # Rows are padded at the end, which changes no position; the length of one changes the others' frequencies.
@@ -194,7 +194,7 @@ class TestReading:
     def test_model_that_looks_for_padding_without_mask_gets_one(self, make, looks, caplog):
         model = make()
         model.config.pad_token_id = 0
-        policy = Probed(model, "student").prove(PADDING).batching
+        policy = Probed(model, "student").prove(find_batching).batching
         assert policy.needs_mask is looks
         with torch.no_grad():
             completion_hidden(model, ragged(), policy)
@@ -277,7 +277,7 @@ def test_the_padding_proof_gives_the_same_result_in_bfloat16(make, policy):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)  # as far from zero as trained weights
-    assert Probed(model.to(torch.bfloat16), "student").prove(PADDING).batching == policy
+    assert Probed(model.to(torch.bfloat16), "student").prove(find_batching).batching == policy
 
 
 def takes_a_missing_mask_for_padding(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:

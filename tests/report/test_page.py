@@ -71,7 +71,7 @@ def curves(chart):
 
 
 @pytest.mark.quick
-def test_curves_are_numbers_of_the_log(made):
+def test_curves_are_numbers_of_the_log():
     found = {one.title: one for one in charts(LOG)}
     titles = ["Divergence", "Reward", "Entropy", "Seconds of a step", "Learning rate", "Divergence by position"]
     assert list(found) == titles
@@ -80,11 +80,6 @@ def test_curves_are_numbers_of_the_log(made):
     assert curves(found["Divergence by position"]) == {"step 1": {1: 1.0, 10: 2.0}, "step 100": {1: 0.01, 10: 0.02}}
     assert list(curves(found["Reward"])) == ["eval", "right, eval"]
     assert list(curves(found["Seconds of a step"])) == ["generate, training"]
-    assert [found["Divergence"].shown(value) for value in (1.0, 0.01, float("nan"))] == ["1.000", "0.010", "–"]
-    assert found["Learning rate"].shown(1e-6) == "1.00e-06"
-    text = made([], LOG)
-    assert "<dt>Time since the last start</dt><dd>2 min 5 s</dd>" in text
-    assert "<dt>Reward, eval</dt><dd>0.250 → 0.750</dd>" in text
 
 
 @pytest.mark.quick
@@ -188,7 +183,7 @@ def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
     assert 'class="tokens"' not in text
     elsewhere = tmp_path / "one.html"
     assert asked(run / "checkpoint-1", "-o", elsewhere).exit_code == 0
-    assert "<dd>1</dd>" in elsewhere.read_text(), "the log of that checkpoint"
+    assert elsewhere.read_text().split("<figure>")[1] != text.split("<figure>")[1], "the log of that checkpoint"
     unwritable = asked(run / "checkpoint-1", "-o", tmp_path / "no" / "such" / "folder.html")
     assert unwritable.exit_code == 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.methods.base import Method
-from trl_opsd.models.probes import Probe, Probed
+from trl_opsd.models.probes import Probed
 from trl_opsd.options.rules import refuse, shown
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.types.metrics import BATCHES, MEAN, Logs, Metric
@@ -90,7 +90,7 @@ class ByteTokenizers:
             name: ByteVocabulary.of(one, f"the tokenizer of the {name}", texts) for name, one in theirs.items()
         }
         self._forking = Forking("student", most_missed)
-        self.probes: list[Probe[Probed]] = [self._forking.probe] if most_missed < 1 else []
+        self.probes: list[Callable[[Probed], None]] = [self._forking.probe] if most_missed < 1 else []
         """What the student is tried with."""
 
     def within(self, rows: int) -> int:

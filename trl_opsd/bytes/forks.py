@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import context_of, hidden_states, shape_of
-from trl_opsd.models.padding import PADDED, BatchPolicy, agree, distances
-from trl_opsd.models.probes import CANNOT_RUN, Doubt, Probe, Probed
+from trl_opsd.models.padding import PADDED, BatchPolicy, agree
+from trl_opsd.models.probes import CANNOT_RUN, Probed
 from trl_opsd.parallel.precision import least_precise
 from trl_opsd.types import OutputHead, Rollout
 from trl_opsd.types.rollout import OnHost
@@ -128,13 +128,13 @@ def _masks(model: CausalLM, mask_B1WW: Tensor, places_BW: Tensor) -> Any:
     return found if getattr(config, "layer_types", None) and len(kinds) > 1 else next(iter(found.values()))
 
 
-def _reads_forks(one: Probed) -> str:
+def _reads_forks(one: Probed) -> bool:
     head, config = OutputHead.of(one.model), one.model.config.get_text_config()
     device, step = head.weight.device, shape_of(head)[0] // 17
     ids, more = [step * number for number in range(1, 13)], [step * number for number in (14, 13, 15, 12)]
     kinds = set(getattr(config, "layer_types", None) or _KINDS[:1])
     if config._attn_implementation not in ("sdpa", "eager") or not kinds <= set(_KINDS):
-        raise Doubt(f"{one} takes no mask that lets tokens branch off a row.")
+        return False  # it takes no mask of one's own
     # After the prompt's three tokens, four of the completion's and two forks; after seven, another.
     rows = Rollout.of([ids[:3], ids[5:7]], [[*ids[3:], ids[0]], ids[7:]], device)
     rows = replace(rows, completion_mask=rows.completion_mask * (torch.arange(10, device=device) < 9))
@@ -150,12 +150,9 @@ def _reads_forks(one: Probed) -> str:
 
     try:
         found_NH, expected_NH = one.evaluate(read)
-    except (ValueError, *CANNOT_RUN) as error:
-        raise Doubt(f"{one} cannot read tokens that branch off a row: {error}") from error
-    if one.batching.padded_up_to != PADDED.padded_up_to or not agree(found_NH, expected_NH):
-        gap = distances(found_NH, expected_NH).max()
-        raise Doubt(f"{one} changes a state by {gap:.2g} of its norm if tokens branch off a row.")
-    return "Tokens may branch off a row."
+    except (ValueError, *CANNOT_RUN):
+        return False
+    return one.batching.padded_up_to == PADDED.padded_up_to and agree(found_NH, expected_NH)
 
 
 class Forking:
@@ -163,17 +160,12 @@ class Forking:
 
     def __init__(self, role: str, most_missed: float) -> None:
         self.works, self._role, self._most_missed = False, role, most_missed
-        self.probe = Probe("forks", self._try)
-        """Makes five passes; doubts, and warns, if it cannot."""
 
-    def _try(self, one: Probed) -> str:
-        try:
-            said = _reads_forks(one)
-        except Doubt:
+    def probe(self, one: Probed) -> None:
+        """Makes five passes; warns if it cannot."""
+        self.works = _reads_forks(one)
+        if not self.works:
             self.warn()
-            raise
-        self.works = True
-        return said
 
     def warn(self) -> None:
         """Says that its distributions are summed without forks."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from trl_opsd._compat.sharding import gathered_head, whole_head
 from trl_opsd.cli.options import OptionParser
-from trl_opsd.cli.replay import Complete, Replay
 from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.loop.batch import Batch
 from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
@@ -39,10 +38,11 @@ from trl_opsd.teacher.teachers import scored
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.known import KnownTokens, TokenHead
-from trl_opsd.types.loss import TENTHS
 from trl_opsd.types.rollout import PromptIds
 from trl_opsd.types.targets import kept_by_row
 
+Complete = Callable[[list[list[int]]], list[list[int]]]
+"""Completes prompts, as token ids."""
 FEW = 4
 """Rows below which a mean says nothing."""
 _FLOORS = 10
@@ -83,8 +83,6 @@ class Audit:
     """Its rewards; `None` without reward functions."""
     student_clipped: float
     """Share of its completions that did not end."""
-    entropy: float
-    """Of the student, in nats."""
     loss: float
     """The run's divergence, in nats; the next two are KLs over the whole vocabulary."""
     reverse: float
@@ -93,10 +91,6 @@ class Audit:
     """KL in nats between two computations of the same teacher: each row alone and together, or two replicas."""
     context: float | None
     """KL of the teacher from itself where it reads the student's prompt; `None` where it reads nothing else."""
-    by_tenth: list[float]
-    """The run's divergence by tenth of a completion."""
-    carries: float
-    """The share of tokens that carries 80 % of the divergence."""
     at_ends: float
     """The mean probability that the teacher gives the student's end tokens, geometric; NaN without any."""
     teacher_nats: float
@@ -144,20 +138,17 @@ def audit(trainer: OPSDTrainer, rows: int = 32) -> Audit:
             floor, context = _noise(trainer, batch), _without_context(trainer, batch)
         with whole_head(trainer.model) as head, gathered_head(*teachers.heads, origin := teachers.origin_head):
             tokens = tokens_of(hidden_BCH, head, teachers.heads, rollout, batch.targets, objective, origin)
-        carried, ends = np.sort(tokens.loss.abs())[::-1].cumsum(), tokens[tokens.token.isin(trainer.eos_token_ids)]
+        ends = tokens[tokens.token.isin(trainer.eos_token_ids)]
         found = Audit(
             rows=len(inputs),
             tokens=len(tokens),
             student=None if rewards is None else Mean.of(rewards),
             student_clipped=_clipped(trainer, rollout),
-            entropy=tokens.entropy.mean(),
             loss=tokens.loss.mean(),
             reverse=tokens.reverse.mean(),
             forward=tokens.forward.mean(),
             floor=floor,
             context=context,
-            by_tenth=tokens.groupby("tenth").loss.mean().reindex(range(TENTHS)).tolist(),
-            carries=float((np.searchsorted(carried, 0.8 * carried[-1]) + 1) / len(tokens)) if carried[-1] else 1.0,
             at_ends=float(np.exp(ends.teacher.mean())),
             teacher_nats=tokens.teacher.mean(),
             vocabulary=trainer.teaching.vocabulary or shape_of(teachers.heads[0])[0],
@@ -270,6 +261,65 @@ def _tried(
     return found
 
 
+# ---- Rows that begin as they were recorded -------------------------------------------------------------------------
+
+
+class Replay:
+    """Generates in place of the student: each row begins as recorded, and its writer goes on.
+
+    A turn that was recorded whole is returned as it is, so that tools and environments are called as they were then;
+    where a record ends within a turn, or another state was reached, the turn is written from there.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[list[int]],  # of the student
+        recorded: Sequence[list[int]],  # with which each completion begins
+        read: Sequence[list[int]],  # in place of the student's prompt, by whoever goes on with the row
+        writers: Sequence[Complete],
+        ends: Collection[int],
+        most: int,  # tokens of a completion
+    ) -> None:
+        self._so_far: list[list[int]] = [[] for _ in prompts]
+        """Of each row, what was returned, and what tools answered before that."""
+        self._prompts, self._recorded, self._read = prompts, recorded, read
+        self._writers, self._ends, self._most = writers, ends, most
+
+    def complete(self, contexts: list[list[int]]) -> list[list[int]]:
+        """A turn for each context: the prompts of all rows first, then those of some with the turns so far."""
+        rows = self._rows_of(contexts)
+        so_far = {row: list(ids[len(self._prompts[row]) :]) for row, ids in zip(rows, contexts, strict=True)}
+        turns = {row: self._told(row, so_far[row]) for row in rows}
+        unfinished = [row for row in rows if not turns[row] or turns[row][-1] not in self._ends]
+        for writer in dict.fromkeys(self._writers[row] for row in unfinished):
+            theirs = [row for row in unfinished if self._writers[row] == writer]
+            written = writer([self._read[row] + so_far[row] + turns[row] for row in theirs])
+            turns.update({row: turns[row] + ids for row, ids in zip(theirs, written, strict=True)})
+        for row in rows:
+            turns[row] = turns[row][: max(1, self._most - len(so_far[row]))]
+            self._so_far[row] = so_far[row] + turns[row]
+        return [turns[row] for row in rows]
+
+    def _rows_of(self, contexts: Sequence[list[int]]) -> list[int]:
+        """The row of each context: that of its place, or the one that has come so far."""
+        if [*map(list, contexts)] == [*map(list, self._prompts)]:
+            return list(range(len(contexts)))
+        begun = [list(prompt) + so_far for prompt, so_far in zip(self._prompts, self._so_far, strict=True)]
+        left = sorted(range(len(begun)), key=lambda row: -len(begun[row]))  # one may be the beginning of another
+        found = []
+        for context in contexts:
+            found.append(next(row for row in left if list(context[: len(begun[row])]) == begun[row]))
+            left.remove(found[-1])
+        return found
+
+    def _told(self, row: int, so_far: list[int]) -> list[int]:
+        """What is recorded of the turn that follows; nothing where the row has come to another state."""
+        recorded = self._recorded[row]
+        told = recorded[len(so_far) :] if recorded[: len(so_far)] == so_far else []
+        end = next((place for place, token in enumerate(told) if token in self._ends), len(told) - 1)
+        return told[: end + 1]
+
+
 # ---- Tokens ----------------------------------------------------------------------------------------------------------
 
 
@@ -284,10 +334,9 @@ def tokens_of(
     origin: OutputHead | None = None,
 ) -> DataFrame:
     """A line for every token that counts, in nats: the run's divergence `loss`, the KLs `reverse` and `forward` over
-    the whole vocabulary, the student's `entropy`, and the log-probabilities of the sampled `token`.
+    the whole vocabulary, and the log-probabilities of the sampled `token`.
     """
     parts, device = [], head.weight.device
-    lengths = torch.tensor([len(ids) for ids in rollout.completion_lists()])
     for share in tokens_by_teacher(heads, targets, rollout.weights, origin=origin):
         its, how = heads[share.teacher], (objective.chunk_tokens, objective.vocabulary)
         mine, theirs = (share.of_student(hidden_BCH, device), head), (share.of_teacher(device), its)
@@ -296,20 +345,18 @@ def tokens_of(
             name: (share.of_teacher(device, name), head_of_reference(name, its, origin))
             for name in share.reference_states
         }
-        loss = objective.of(mine, theirs, None, replace(sampled, nll_weight=None), references)
         row_n, place_n = share.places_N // rollout.weights.size(1), share.places_N % rollout.weights.size(1)
         columns = {
-            "loss": loss.divergence,
+            "loss": objective.of(mine, theirs, None, replace(sampled, nll_weight=None), references).divergence,
             "reverse": _kl(ReverseKL(), objective, mine, theirs),
             "forward": _kl(ForwardKL(), objective, mine, theirs),
-            "entropy": loss.student_entropy,
             "student": -streamed_entropy(LazyLogits(*mine, objective.temperatures[0]), *how, sampled.ids),
         }
         if isinstance(its, TokenHead):
             columns["teacher"] = KnownTokens.unpack(theirs[0]).logprobs[:, 0]
         else:
             columns["teacher"] = -streamed_entropy(LazyLogits(*theirs, objective.temperatures[1]), *how, sampled.ids)
-        index = {"row": row_n, "place": place_n, "tenth": place_n * TENTHS // lengths[row_n], "token": sampled.ids}
+        index = {"row": row_n, "place": place_n, "token": sampled.ids}
         numbers = {name: nats.cpu().double() for name, nats in columns.items()}
         parts.append(DataFrame({name: one.cpu() for name, one in index.items()} | numbers))
     return concat(parts, ignore_index=True)
@@ -452,39 +499,22 @@ def verdict(of: Audit) -> Verdict:
 
 
 def screen(one: Audit) -> str:
-    """At most 80 columns."""
+    """The verdict, and all that was measured by the name of its field; at most 80 columns."""
     found = verdict(one)
     lines = [found.word.upper()]
     lines += wrap(f"{found.why} {found.remedy}", _WIDTH, initial_indent="  ", subsequent_indent="  ")
-    for topic, text in _facts(one).items():
-        lines += wrap(text, _WIDTH, initial_indent=f"  {topic:<18}", subsequent_indent=" " * 20)
+    for name, value in asdict(one).items():
+        if value not in (None, ""):
+            lines += wrap(_said(value), _WIDTH, initial_indent=f"  {name:<18}", subsequent_indent=" " * 20)
     return "\n".join(lines)
 
 
-def _facts(one: Audit) -> dict[str, str]:
-    """What was measured, by topic."""
-    tenths = " ".join(f"{nats:.2g}" for nats in one.by_tenth if not math.isnan(nats))
-    found = {
-        "student": f"{_reward(one.student)}entropy {one.entropy:.3g} nats; {one.rows} completions, {one.tokens} tokens",
-        "divergence": f"{one.loss:.3g} nats per token; KL {one.reverse:.3g} reverse, {one.forward:.3g} forward",
-        "noise floor": f"{one.floor:.1g} nats",
-        "where": f"80 % in {one.carries:.0%} of the tokens",
-        "by tenths": f"{tenths} of the completion",
-    }
-    if one.context is not None:
-        found["context"] = f"{one.context:.2g} nats from without"
-    if one.correlation is not None:
-        found["with the reward"] = f"correlation {one.correlation.value:+.2f} ± {one.correlation.error:.2f} over rows"
-    if one.own is not None and one.knows is not None:
-        found["own completions"] = f"{_reward(one.own)}{one.knows.value:+.2f} ± {one.knows.error:.2f}"
-    if one.after is not None:
-        of_teacher, of_student = one.after
-        found["after a mistake"] = f"{of_teacher.value:.2f}, student {of_student.value:.2f}; {of_teacher.rows} rows"
-    return found
-
-
-def _reward(mean: Mean | None) -> str:
-    return "" if mean is None else f"reward {mean.value:.3f} ± {mean.error:.3f}; "
+def _said(value: Any) -> str:
+    if isinstance(value, dict):  # a mean
+        return "{value:.3g} ± {error:.2g}, of {rows} rows".format(**value)
+    if isinstance(value, tuple):
+        return "; ".join(map(_said, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def document(one: Audit) -> str:

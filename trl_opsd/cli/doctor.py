@@ -6,12 +6,13 @@ N completion tokens · H hidden size · V vocabulary
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -30,9 +31,8 @@ from trl_opsd.cli.train import read
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.tokenization import check_that_all_is_read
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, dense_divergence, streamed_divergence
-from trl_opsd.models.backbone import completion_hidden, logits_of
+from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.checks import language_config, place_of
-from trl_opsd.models.probes import Doubt, Finding, Probe, findings
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer, tokenizer_at
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, teacher_loading
 from trl_opsd.trainer import OPSDTrainer
@@ -46,6 +46,10 @@ TEXTS = (
 """Prompts and completions of different lengths."""
 TOKENS = 16
 """Maximum tokens of a completion."""
+
+
+class Doubt(Exception):
+    """Something that works, but may not be intended."""
 
 
 @dataclass
@@ -147,31 +151,26 @@ def _kept(loading: dict[str, Any]) -> dict[str, Any]:
 # ---- The training ----------------------------------------------------------------------------------------------------
 
 
-def _trainer(pair: Pair, folder: str, student: Any, teacher: Any, **more: Any) -> OPSDTrainer:
-    """A trainer after all checks of its start, which generates greedily; `more` are options of a training."""
+def start(pair: Pair, folder: str) -> str:
+    """A training starts: tokenizers, vocabularies, end token, heads, padding and gradients are as it needs them."""
     rows = {"prompt": pair.tokenizer.batch_decode(pair.rows[0])}
+    given = {"max_completion_length": TOKENS, "top_k": 1, "optim": "sgd", **pair.options}
     if pair.compares_bytes:  # of a text, as what a model generates may be none
         rows = dict(zip(("prompt", "completion"), zip(*TEXTS, strict=True), strict=True))
-        more |= {"lmbda": 0.0, "max_completion_length": 128}
-    given = {"max_completion_length": TOKENS, "top_k": 1, "optim": "sgd", **pair.options, **more}
+        given |= {"lmbda": 0.0, "max_completion_length": 128}
     config = OPSDConfig(
         output_dir=folder, report_to="none", bf16=False, max_steps=1, use_cpu=not torch.accelerator.is_available(),
         disable_tqdm=True, per_device_train_batch_size=len(TEXTS), gradient_accumulation_steps=1, logging_steps=1,
         save_strategy="no", **given,
     )  # fmt: skip
-    return OPSDTrainer(
-        model=student,
-        teacher_model=teacher,
+    pair.trainer = trainer = OPSDTrainer(
+        model=pair.student,
+        teacher_model=pair.teacher,
         args=config,
         train_dataset=Dataset.from_dict(rows),
         processing_class=pair.processing,
         teacher_processing_class=pair.teacher_tokenizer,
     )
-
-
-def start(pair: Pair, folder: str) -> str:
-    """A training starts: tokenizers, vocabularies, end token, heads, padding and gradients are as it needs them."""
-    pair.trainer = trainer = _trainer(pair, folder, pair.student, pair.teacher)
     trainer.model.eval()
     if pair.tokenizer_of_teacher is None:
         raise Doubt("The teacher has no tokenizer to compare: it is assumed to use the student's.")
@@ -287,65 +286,6 @@ def _reference(
     return value_N.detach(), gradient_VN.float().T @ mine.head.weight
 
 
-def half_precision(pair: Pair) -> str:
-    """What computing in bfloat16 changes."""
-    values = []
-    for enabled in (False, True):
-        with torch.autocast(pair.trainer.model.device.type, torch.bfloat16, enabled=enabled):
-            mine, yours = pair.logits()
-            shared = pair.trainer.teaching.vocabulary
-            found = streamed_divergence(mine, yours, _DIVERGENCES["forward_kl"], vocabulary=shared)
-        values.append(float(found.divergence.mean()))
-    exact, rounded = values
-    said = f"{exact:.4g} nats in float32, {rounded:.4g} in bfloat16."
-    if not abs(rounded - exact) <= 0.1 * abs(exact) + 1e-3:
-        raise Doubt(f"{said} Train in float32, or compare a short run in both.")
-    return said
-
-
-# ---- What engines generate -------------------------------------------------------------------------------------------
-
-_TIE = 0.02
-"""Nats by which a generated token may be less likely than the likeliest: other kernels round differently."""
-
-
-def reproduces(pair: Pair, trainer: OPSDTrainer | None = None) -> str:
-    """Generates the likeliest token at each place, and checks that the student agrees."""
-    asked, _ = pair.rows
-    rollout = (trainer or pair.trainer).rollout
-    with rollout.session():
-        answered = rollout.complete([*asked], 0)
-    gaps = torch.tensor([_shortfall(pair, *row) for row in zip(asked, answered, strict=True)])
-    if not (gap := float(gaps.max())) < _TIE:  # not `>=`: NaN has to fail, too
-        raise ValueError(
-            f"{rollout}, decoding greedily, generated a token that is {gap:.3g} nats less likely than the student's "
-            "likeliest: its weights differ from the student's, or its computation does."
-        )
-    return f"{sum(map(len, answered))} tokens, each the student's most likely (within {gap:.1g} nats)."
-
-
-@torch.no_grad()
-def _shortfall(pair: Pair, prompt: list[int], completion: list[int]) -> float:
-    """The largest gap, in nats, between a token of a completion and the likeliest one in its place."""
-    if not completion:
-        return 0.0
-    # Log-probabilities by a forward pass over prompt and completion, not by the cache of a decoding loop.
-    model = pair.trainer.model
-    row = Rollout.of([prompt], [completion], model.device)
-    log_CV = logits_of(completion_hidden(model, row)[0], OutputHead.of(model)).log_softmax(-1)
-    return float((log_CV.amax(-1) - log_CV.gather(-1, row.completion_ids[0, :, None]).squeeze(-1)).max())
-
-
-def vllm_reproduces(pair: Pair, folder: str) -> str:
-    """The same of vLLM, which proves its first weight sync as in a training."""
-    loaded = {"model_init_kwargs": None, "teacher_model_init_kwargs": None, "use_vllm": True, "vllm_mode": "colocate"}
-    trainer = _trainer(pair, folder, pair.trainer.model, pair.trainer.teacher_model, **loaded)
-    try:
-        return reproduces(pair, trainer)
-    finally:
-        trainer.rollout.close()
-
-
 def versions(_: Pair) -> str:
     """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
     if said := untested(installed()):
@@ -356,25 +296,40 @@ def versions(_: Pair) -> str:
 # ---- All, in their order ---------------------------------------------------------------------------------------------
 
 
-def examine(pair: Pair, vllm: bool = False) -> list[Finding]:
-    """All findings, in the order of the checks."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check."""
+
+    name: str
+    verdict: Literal["ok", "warning", "failed", "skipped"]
+    said: str
+    seconds: float
+
+
+def examine(pair: Pair) -> list[Finding]:
+    """All findings, in the order of the checks; most need that the training has started."""
+    found: list[Finding] = []
     with TemporaryDirectory(prefix="trl_opsd-doctor-") as folder:
-        checks = {"chat template": template}
+        checks: dict[str, Callable[[Pair], str]] = {"start": partial(start, folder=folder), "chat template": template}
         if not pair.compares_bytes:
-            checks |= {
-                "teacher input": depends_on_input,
-                "loss": loss,
-                "bfloat16": half_precision,
-                "rollout": reproduces,
-            }
-        if vllm:
-            checks["vLLM rollout"] = partial(vllm_reproduces, folder=folder)
-        checks["step"] = step  # the last, as it changes the student
-        probes = [Probe("start", partial(start, folder=folder))]
-        probes += [Probe(name, check, needs=("start",)) for name, check in checks.items()]
-        # stdout has the answer alone.
-        begin = partial(print, file=sys.stderr, flush=True)
-        return list(findings([*probes, Probe("versions", versions)], pair, begin))
+            checks |= {"teacher input": depends_on_input, "loss": loss}
+        checks |= {"step": step, "versions": versions}  # the step last, as it changes the student
+        for name, check in checks.items():
+            print(name, file=sys.stderr, flush=True)  # stdout has the answer alone
+            is_vain = name != "versions" and found and found[0].verdict == "failed"
+            found.append(Finding(name, "skipped", "Needs: start.", 0.0) if is_vain else _tried(name, check, pair))
+    return found
+
+
+def _tried(name: str, check: Callable[[Pair], str], pair: Pair) -> Finding:
+    begin, verdict = perf_counter(), "ok"
+    try:
+        said = check(pair)
+    except Doubt as doubt:
+        verdict, said = "warning", str(doubt)
+    except Exception as error:  # whatever a model raises is a finding
+        verdict, said = "failed", str(error) or type(error).__name__
+    return Finding(name, verdict, " ".join(said.split()), round(perf_counter() - begin, 2))  # type: ignore[arg-type]
 
 
 # ---- What is printed -------------------------------------------------------------------------------------------------

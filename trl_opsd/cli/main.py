@@ -31,22 +31,6 @@ def train(context: typer.Context) -> None:
     run(context.args, "trl-opsd train", traceback=context.obj)
 
 
-def merge(
-    context: typer.Context,
-    experts: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train` with `experts`.")],
-) -> None:
-    """Distils several experts into one student, and prints a table: each expert, the student before and after, and the
-    average of the experts' weights.
-
-    Takes the options of `trl-opsd train` too; `--dry_run` checks everything and measures nothing.
-    """
-    if "experts:" not in experts.read_text(encoding="utf-8"):
-        raise ValueError(f"{experts} has no `experts`: expected names with {{model: ..., dataset: ..., metric: ...}}.")
-    from trl_opsd.cli.launch import run  # imports torch
-
-    run(["--config", str(experts), *context.args], "trl-opsd merge", traceback=context.obj)
-
-
 def targets(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
@@ -58,8 +42,8 @@ def targets(
 ) -> None:
     """Has the teacher score each completion once, and keeps what it said: training then needs no teacher.
 
-    The completions are those of the dataset with `lmbda` below 1; else they are generated once, and kept beside. Takes
-    the options of `trl-opsd train` too, and goes on where an earlier run ended. Train with `teacher_targets`.
+    The completions are those of the dataset. Takes the options of `trl-opsd train` too, and goes on where an earlier
+    run ended. Train with `teacher_targets`.
     """
     from trl_opsd.cli import targets as command  # imports torch
     from trl_opsd.cli.launch import run
@@ -103,20 +87,19 @@ def doctor(
         Path | None,
         typer.Option(help="YAML file of `trl-opsd train`: sets how to load the models, and is checked too."),
     ] = None,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Start vLLM too, and check its completions.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Checks whether a student can be distilled from a teacher, before spending GPU time.
 
-    Starts a training with all of its checks, and takes a step; checks the chat template, the teacher's states, the loss
-    against its float64 reference, precision and generation. Models are loaded in float32.
+    Starts a training with all of its checks, and takes a step; checks the chat template, the teacher's states, and the
+    loss against its float64 reference. Models are loaded in float32.
 
     Exit status: 0 if no check failed, 1 if one failed, 2 for a wrong option, or a student without a tokenizer.
     """
     from trl_opsd.cli.doctor import document, examine, pair_of, show
 
     with redirect_stdout(sys.stderr):
-        findings = examine(pair := pair_of(student, teacher, config), vllm)
+        findings = examine(pair := pair_of(student, teacher, config))
     print(json.dumps(document(pair, findings), indent=2)) if as_json else show(findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
 
@@ -147,10 +130,6 @@ def plan(
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank, on all linear layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
-    origin: Annotated[
-        bool, typer.Option("--origin", help="Also read the student as it was passed (`anchor`, `extrapolation`).")
-    ] = False,
-    contrast: Annotated[bool, typer.Option("--contrast", help="The teacher also reads a contrast.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
@@ -161,7 +140,7 @@ def plan(
     """
     from trl_opsd.cli.plan import Load, planned, show
 
-    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast)
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9))
     found = planned(student, teacher or student, load, host_memory and host_memory * 1e9, engine)
     print(json.dumps(found, indent=2)) if as_json else show(found)
     raise typer.Exit(0 if found["fits"] else 1)
@@ -252,7 +231,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )(train)
-for takes_more in (merge, targets, audit):
+for takes_more in (targets, audit):
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(takes_more)
 for command in (doctor, plan, report):
     app.command()(command)

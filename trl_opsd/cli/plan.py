@@ -65,10 +65,6 @@ class Load:
     """Rank of an adapter on all linear layers; `None` where all weights are trained."""
     memory: int = 0
     """Bytes of a device, which determine the tiles of the loss; 0 for a CPU."""
-    origin: bool = False
-    """Whether the loss also reads the student as it was passed: without an adapter a copy in float32."""
-    contrast: bool = False
-    """Whether the teacher also reads a contrast, with a bound of its push."""
 
     @property
     def itemsize(self) -> int:
@@ -97,10 +93,6 @@ class Choice:
     """Rows of a micro-batch."""
     engine: str = TRANSFORMERS
     """What generates."""
-
-    def origin(self, load: Load) -> str:
-        """Where the student as it was passed is kept: as a teacher in this process is, if it is a copy."""
-        return "itself" if load.lora is not None else "none" if self.teacher == "served" else self.teacher
 
 
 # ---- Models, counted on the meta device ------------------------------------------------------------------------------
@@ -291,17 +283,10 @@ def phases(
     of_row = row * (teacher.half_bytes_per_token + row) * size // 2
     passes = max(of_row, min(PASS_BYTES, load.batch * of_row))
     # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
-    each = [teacher.width * size] * (1 + load.contrast) + [student.width * 4] * load.origin
-    targets = sum(
-        load.length * one * (load.batch if load.batch * load.length * one <= CACHE_BYTES else micro) for one in each
-    )
+    of_target = load.length * teacher.width * size
+    targets = of_target * (load.batch if load.batch * of_target <= CACHE_BYTES else micro)
     tile, head = loss(student, teacher, micro * load.length, load)
-    # Models that are not trained read one after the other, so the others are idle meanwhile.
-    frozen = {"teacher": _of_frozen(teacher, choice.teacher, size)}
-    if load.origin:
-        frozen["origin"] = _of_frozen(student, choice.origin(load), 4)
-    idle = {f"idle {name}": resting for name, (resting, _) in frozen.items()}
-    reads = max(frozen, key=lambda name: frozen[name][1] - frozen[name][0])
+    idle, active = _of_frozen(teacher, choice.teacher, size)
     if choice.engine == TRANSFORMERS:
         prompts = load.prompt * student.width * size * 8
         generates = {
@@ -313,18 +298,12 @@ def phases(
         sent = max(min(_SENT, size * student.parameters), copies or gathered)
         proof = _PROBED * student.vocabulary * (size + 8)
         generates = {"gathered or cast weights": sent, "engine": engine, "proof": proof}
-    always = {"weights": weights, "optimizer": optimizer, **idle}
+    always = {"weights": weights, "optimizer": optimizer, "idle teacher": idle}
     learns = {**always, "targets": targets, "engine": 0 if choice.engine == ASLEEP else engine}
     before = {"gradients": gradients * by_zero3, "gradient buckets": kept}  # ZeRO-3 never frees the first
     found = {
         "rollout": {**always, **generates, **before},
-        "scoring": {
-            **learns,
-            f"idle {reads}": 0,
-            f"active {reads}": frozen[reads][1],
-            "activations": passes,
-            **before,
-        },
+        "scoring": {**learns, "idle teacher": 0, "active teacher": active, "activations": passes, **before},
         "training": {
             **learns,
             "gathered or cast weights": gathered or (2 * student.head if copies else 0),
@@ -341,14 +320,14 @@ def phases(
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
     """Bytes of logit tiles and of float32 gradients of head and hidden states, for `tokens` in a micro-batch.
 
-    One tile for student, teacher and contrast each; with an anchor one of its origin, and a copy of the student's. In
-    half precision four are collected for the gradient of the head; the vocabulary is ranked at every 16th token.
+    One tile for student and teacher each. In half precision four are collected for the gradient of the head; the
+    vocabulary is ranked at every 16th token.
     """
-    vocabulary, tiles = min(student.vocabulary, teacher.vocabulary), 2 + load.contrast + 2 * load.origin
-    tile = tile_of(tokens, vocabulary * (4 * tiles + 8 * load.half), load.memory)
+    vocabulary = min(student.vocabulary, teacher.vocabulary)
+    tile = tile_of(tokens, vocabulary * (8 + 8 * load.half), load.memory)
     group = min(tokens, 4 * tile)
     head = 4 * student.head * (load.lora is None)
-    return vocabulary * (4 * tiles * tile + 2 * load.half * group + group // 2), head + 4 * tokens * student.width
+    return vocabulary * (8 * tile + 2 * load.half * group + group // 2), head + 4 * tokens * student.width
 
 
 def engine_bytes(student: Shape, load: Load) -> int:
@@ -368,13 +347,9 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
     DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes.
     """
     gpus, size, trained = load.gpus, load.itemsize, load.trained(student)
-    held = 0
-    frozen = [(teacher, choice.teacher, size)] + [(student, choice.origin(load), 4)] * load.origin
-    for model, kept, itemsize in frozen:
-        if kept in ("cpu", "stream"):
-            held += itemsize * model.parameters * gpus
-        elif kept == "zero3":
-            held += gpus * sum(_pinned(itemsize * -(-numbers // gpus)) for numbers in model.tensors)
+    held = size * teacher.parameters * gpus if choice.teacher in ("cpu", "stream") else 0
+    if choice.teacher == "zero3":
+        held = gpus * sum(_pinned(size * -(-numbers // gpus)) for numbers in teacher.tensors)
     if choice.engine == ASLEEP and load.lora:
         held += size * student.parameters * gpus
     if choice.sharding == "zero3_offload":

@@ -105,19 +105,7 @@ class Teaching:
             self.vocabulary = host.cross.within(self.readers.student_limits.vocabulary)
             wrap = partial(host.cross.teacher, host=host)
         with autocast(host.accelerator):
-            self.teachers = build_teachers(
-                models,
-                host.model,
-                host.in_student,
-                lambda: host.batching_to_learn,
-                host.args,
-                host.base_samples,
-                host.divergence,
-                host.processing_class,
-                wrap=wrap,
-                reads=host.methods.reads,
-                needs_whole=next((type(one).__name__ for one in host.methods if one.needs_whole), None),
-            )
+            self.teachers = build_teachers(models, host, wrap)
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
         fingerprint.check_made_for(host, self.teachers)
         self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args, host.base_samples)}

@@ -77,7 +77,7 @@ def completion_hidden(model: CausalLM, rollout: Rollout, policy: BatchPolicy = P
     """The last hidden state at the position that predicts each completion token, [B, C, H], undefined at padding.
 
     Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
-    `policy` says which rows may share a forward pass, as [`~models.probes.PADDING`] determined.
+    `policy` says which rows may share a forward pass, as [`~models.probes.find_batching`] determined.
     """
     if rollout.begins_at is not None:
         return _hidden_of_part(model, rollout, rollout.begins_at)

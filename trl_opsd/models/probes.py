@@ -1,7 +1,5 @@
 """Probes of a model, each made by running it: its output head, its gradients, and which rows may share a pass.
 
-A trainer raises the first failure; `doctor` collects all.
-
 B rows · L tokens · V vocabulary size · H hidden size
 """
 
@@ -9,12 +7,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from time import perf_counter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -44,25 +41,8 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
 from trl_opsd.types.rollout import PromptIds
 
-Subject = TypeVar("Subject")
-
 CANNOT_RUN = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError, RuntimeError)
 """Errors raised by a forward that expects other inputs."""
-
-
-class Doubt(Exception):
-    """Something that works, but may not be intended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probe(Generic[Subject]):
-    """Something to try."""
-
-    name: str
-    run: Callable[[Subject], str]
-    """Says what was found, or raises what is wrong: a `ValueError`, or a [`Doubt`]."""
-    needs: tuple[str, ...] = ()
-    """Probes whose failure this one would only repeat."""
 
 
 @contextmanager
@@ -78,50 +58,6 @@ def explaining(
         raise ValueError(f"{subject} cannot {cannot}, {type(error).__name__}: {error}. {remedy}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of a probe."""
-
-    name: str
-    verdict: Literal["ok", "warning", "failed", "skipped"]
-    said: str
-    seconds: float
-
-
-def require(probes: Iterable[Probe[Subject]], subject: Subject) -> None:
-    """Raises the first failure; a doubt is none."""
-    for probe in probes:
-        with suppress(Doubt):
-            probe.run(subject)
-
-
-def findings(
-    probes: Iterable[Probe[Subject]], subject: Subject, begin: Callable[[str], None] = lambda name: None
-) -> Iterator[Finding]:
-    """Results of all probes, in their order, also after a failure; `begin` is called with the name of each."""
-    failed: set[str] = set()
-    for probe in probes:
-        begin(probe.name)
-        if lacking := [name for name in probe.needs if name in failed]:
-            found = Finding(probe.name, "skipped", f"Needs: {', '.join(lacking)}.", 0.0)
-        else:
-            found = _tried(probe, subject)
-        if found.verdict in ("failed", "skipped"):
-            failed.add(probe.name)
-        yield found
-
-
-def _tried(probe: Probe[Subject], subject: Subject) -> Finding:
-    start, verdict = perf_counter(), "ok"
-    try:
-        said = probe.run(subject)
-    except Doubt as doubt:
-        verdict, said = "warning", str(doubt)
-    except Exception as error:  # whatever a model or an engine raises is a finding
-        verdict, said = "failed", str(error) or type(error).__name__
-    return Finding(probe.name, verdict, " ".join(said.split()), round(perf_counter() - start, 2))  # type: ignore[arg-type]
-
-
 class Probed:
     """A model, how to run it, and what its probes have found."""
 
@@ -129,24 +65,25 @@ class Probed:
         self.model, self.run = model, run or partial(call, model)
         self.called = f"{role} ({type(model).__name__})"
         self.batching: BatchPolicy = PADDED
-        """Which rows may share a pass, once `PADDING` has run."""
+        """Which rows may share a pass, once [`find_batching`] has run."""
         self.unreached: list[str] = []
-        """Parameters without a gradient, once `GRADIENTS` has run."""
+        """Parameters without a gradient, once [`check_gradients`] has run."""
         self.seen: Sequence[PromptIds] = ()
-        """Prompts for `IMAGES`: with one image, with another, and with two."""
+        """Prompts for [`check_images`]: with one image, with another, and with two."""
 
     def __str__(self) -> str:
         return f"The {self.called}"
 
-    def prove(self, *probes: Probe[Probed]) -> Probed:
-        """Raises the first failure."""
-        require(probes, self)
+    def prove(self, *probes: Callable[[Probed], None]) -> Probed:
+        """Raises the first failure, a `ValueError`."""
+        for probe in probes:
+            probe(self)
         return self
 
     def reads(self, prompts: Sequence[PromptIds], policy: BatchPolicy) -> Probed:
         """Raises if the model does not read images as its own forward pass does; `prompts` are those of [`seen`]."""
         self.seen, self.batching = prompts, policy
-        return self.prove(IMAGES)
+        return self.prove(check_images)
 
     def evaluate(self, read: Callable[[], Any]) -> Any:
         """`read()` in evaluation mode without gradients; mode and random state are restored.
@@ -167,11 +104,11 @@ class Probed:
 
 def prove_student(
     student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator, padding_free: bool = False,
-    more: Sequence[Probe[Probed]] = (),
+    more: Sequence[Callable[[Probed], None]] = (),
 ) -> BatchPolicy:  # fmt: skip
     """Probes a student in the launch's precision, and returns which of its rows may share a pass."""
     # Padding after gradients: a layer that caches states must not keep any with an autograd graph.
-    probes = [HEAD, GRADIENTS, PADDING, *([PACKING] if padding_free else []), *more]
+    probes = [check_head, check_gradients, find_batching, *([check_packing] if padding_free else []), *more]
     with autocast(accelerator):
         probed = Probed(student, "student", run).prove(*probes)
     # Parameters outside the graph, such as a vision tower's, would make DDP wait for their gradients, and hang.
@@ -190,7 +127,8 @@ _OTHER_MODEL = (
 )
 
 
-def _rebuilt_logits(one: Probed) -> str:
+def check_head(one: Probed) -> None:
+    """Refuses a head whose logits the loss would not rebuild."""
     # The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
     # `OutputHead.of` cannot read would silently be trained on a wrong objective.
     with explaining(one, "run on eight tokens", _OTHER_MODEL):
@@ -221,7 +159,7 @@ def _rebuilt_logits(one: Probed) -> str:
         # Half precision rounds the logits themselves; in single precision only the summation order differs.
         tolerance = 2e-2 if {head.weight.dtype, own_BLV.dtype} & {torch.bfloat16, torch.float16} else 1e-4
         if difference <= tolerance * largest:
-            return f"Logits rebuilt from states of width {shape_of(head)[1]}, {type(one.model).__name__}."
+            return
         gap = f"a difference of {difference:.3g} where the largest logit is {largest:.3g}"
     raise ValueError(
         f"{one} does not compute its logits as `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)` with "
@@ -235,13 +173,11 @@ def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
     return logits_BLV
 
 
-HEAD: Probe[Probed] = Probe("head", _rebuilt_logits)
-
-
 # ---- Gradients: a student runs in training mode, in which some families differ, and they reach its layers ------------
 
 
-def _gradients(one: Probed) -> str:
+def check_gradients(one: Probed) -> None:
+    """Refuses a student without gradients, or that cannot run in training mode; finds parameters without one."""
     head = OutputHead.of(one.model)
     device, step = head.weight.device, shape_of(head)[0] // 8
     row = Rollout.of([[0, step, 2 * step]], [[step * place for place in range(3, 8)]], device)
@@ -261,7 +197,7 @@ def _gradients(one: Probed) -> str:
         one.model.train()
         hidden_BCH: Tensor = one.run(completion_hidden, row)
     if not whole:
-        return "Runs in training mode."
+        return
     of_head = {id(parameter) for parameter in one.model.get_output_embeddings().parameters()}
     weights = one.model.named_parameters()
     trainable = {name: id(weight) for name, weight in weights if weight.requires_grad and id(weight) not in of_head}
@@ -273,9 +209,6 @@ def _gradients(one: Probed) -> str:
         )
     reached = _reached(hidden_BCH)
     one.unreached = [name for name, number in trainable.items() if number not in reached]
-    if one.unreached:
-        raise Doubt(f"No gradient reaches {len(one.unreached)} parameters, the first {one.unreached[0]!r}.")
-    return "Gradients reach all weights below the head."
 
 
 def _reached(hidden_BCH: Tensor) -> set[int]:
@@ -293,13 +226,11 @@ def _reached(hidden_BCH: Tensor) -> set[int]:
     return found
 
 
-GRADIENTS: Probe[Probed] = Probe("gradients", _gradients)
-
-
 # ---- Padding and packing: which rows a model computes in one pass as it would compute each alone ---------------------
 
 
-def _padding(one: Probed) -> str:
+def find_batching(one: Probed) -> None:
+    """Finds out which rows may share a pass."""
     # In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
     # recurrences that read it, rotary frequencies that depend on the longest row. An unaffected family costs two small
     # passes. Borders are tested by position ids beyond them, which a model that takes none cannot be given.
@@ -310,11 +241,6 @@ def _padding(one: Probed) -> str:
     forward = inspect.unwrap(type(backbone_of(one.model)).forward)
     looks = "warn_if_padding_and_no_attention_mask" in forward.__code__.co_names
     one.batching = replace(one.batching, needs_mask=one.batching.needs_mask or looks)
-    whole = one.batching.padded_up_to == math.inf
-    return "Rows share a batch." if whole else "Rows are batched by length, without padding."
-
-
-PADDING: Probe[Probed] = Probe("padding", _padding)
 
 
 def _read_with(one: Probed, probe: Callable[[Read, int, torch.device], Any]) -> Any:
@@ -338,7 +264,8 @@ def _borders(model: CausalLM) -> set[int]:
     return {border for border in stated if border and border < (context_of(model) or 0)}
 
 
-def _packing(one: Probed) -> str:
+def check_packing(one: Probed) -> None:
+    """Refuses `padding_free` for a model whose concatenated rows change each other."""
     reason = _beyond_probe(one.model)
     if one.batching.padded_up_to != math.inf:
         reason = f"cannot process concatenated rows (batching: {one.batching})"
@@ -354,7 +281,6 @@ def _packing(one: Probed) -> str:
             f"`padding_free=True`: in the {one.called}, concatenated rows change each other: the hidden state of a "
             f"token is off by {gap:.2g} of its norm. Remove the option."
         )
-    return "Rows are concatenated."
 
 
 def _beyond_probe(model: CausalLM) -> str | None:
@@ -368,13 +294,11 @@ def _beyond_probe(model: CausalLM) -> str | None:
     return None
 
 
-PACKING: Probe[Probed] = Probe("packing", _packing)
-
-
 # ---- Images: read in a batch as the model itself reads them with what its processor returns --------------------------
 
 
-def _images(one: Probed) -> str:
+def check_images(one: Probed) -> None:
+    """Refuses a model that reads images otherwise than its own forward pass does, or than each row alone."""
     head = OutputHead.of(one.model)
     device, next_id = head.weight.device, shape_of(head)[0] // 3
     text = PromptIds(next_id + number for number in range(5))
@@ -407,12 +331,6 @@ def _images(one: Probed) -> str:
         )
     if torch.equal(alone_4H[0], alone_4H[1]):
         raise ValueError(f"{one} has the same hidden state after two different images: it does not see them. {remedy}")
-    tokens, images = len(one.seen[0]), one.seen[0].images
-    positions = 0 if images is None else images.positions
-    return (
-        f"Images are read as by the model itself, to {gap:.1g}; a prompt with one of 96 x 64 pixels has {tokens} "
-        f"tokens, and the vision tower reads {positions} positions."
-    )
 
 
 def _own_logits_of_images(model: CausalLM, prompt: PromptIds, device: torch.device) -> Tensor:
@@ -424,6 +342,3 @@ def _own_logits_of_images(model: CausalLM, prompt: PromptIds, device: torch.devi
         0, -1
     ]
     return logits_V
-
-
-IMAGES: Probe[Probed] = Probe("images", _images)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from pandas import DataFrame
 
-from trl_opsd.progress import PHASES, evaluated, in_words
+from trl_opsd.progress import PHASES, evaluated
 from trl_opsd.report.records import about, log_of, recorded_in
 from trl_opsd.types.loss import TENTHS
 
@@ -32,15 +32,6 @@ class Chart(NamedTuple):
     unit: str
     axis: str
     frame: DataFrame
-
-    def shown(self, value: float) -> str:
-        """A number with as many decimals as all others of the chart; a dash for none."""
-        largest = self.frame.abs().max().max()
-        if math.isnan(value):
-            return "–"
-        return (
-            f"{value:.2e}" if 0 < largest < 0.01 else f"{value:,.{3 if largest < 10 else 1 if largest < 1000 else 0}f}"
-        )
 
 
 _GROUPS = (
@@ -124,16 +115,6 @@ def write(run: Path, to: Path | None = None, log: Sequence[Mapping[str, Any]] | 
     entries, recorded = log_of(run) if log is None else log, recorded_in(run)
     if not entries and not recorded:
         raise ValueError(f"{run} has no log: train with `report=True`, or, for curves alone, save checkpoints.")
-    drawn, facts = list(charts(entries)), dict[str, str]()
-    if entries:
-        facts["Steps"] = str(max(entry["step"] for entry in entries))
-    for entry in entries:
-        if "train_runtime" in entry:
-            facts["Time since the last start"] = in_words(entry["train_runtime"])
-    for chart in drawn[:3]:
-        for curve, column in chart.frame.items() if chart.axis == "step" else ():
-            ends = column.dropna().iloc[[0, -1]]
-            facts[f"{chart.title}, {curve}"] = " → ".join(map(chart.shown, ends))
     splits = _first_and_last(recorded)
     samples = [sample for one in splits.values() for group in one.values() for _, sample in group]
     nats = sorted(abs(token.divergence) for one in samples for token in one.tokens if token.divergence is not None)
@@ -147,8 +128,8 @@ def write(run: Path, to: Path | None = None, log: Sequence[Mapping[str, Any]] | 
     )
     text = environment.get_template("page.html").render(
         name=run.resolve().name,
-        facts=facts | about(run),
-        charts=[(one, base64.b64encode(picture(one).encode()).decode()) for one in drawn],
+        facts=about(run),
+        charts=[(one, base64.b64encode(picture(one).encode()).decode()) for one in charts(entries)],
         splits=splits,
         # The divergence with full colour: the 95th percentile, so that a single token does not pale the rest.
         top=max(nats[int(0.95 * (len(nats) - 1))], 1e-6) if nats else 1.0,

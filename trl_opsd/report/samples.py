@@ -6,11 +6,11 @@ B rows · C completion tokens · n tokens of a row in the loss · V vocabulary s
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,12 @@ from trl_opsd.losses import ReverseKL, SampledReverseKL
 from trl_opsd.losses.objective import Objective, head_of_reference
 from trl_opsd.losses.streamed import streamed_entropy, streamed_known
 from trl_opsd.models.tokenizers import readable
-from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
+from trl_opsd.teacher.comparison import Comparison, selected
+from trl_opsd.types import LazyLogits, OutputHead
 from trl_opsd.types.known import KnownTokens, TokenHead
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 TOKENS = 200
 """Maximum generated tokens of a completion recorded."""
@@ -71,24 +75,17 @@ class Sample:
 
 @torch.no_grad()
 def samples_of(
-    hidden_BCH: Tensor,
+    trainer: OPSDTrainer,
+    comparison: Comparison,
     head: OutputHead,
     teacher_heads: Sequence[OutputHead],
-    rollout: Rollout,
-    targets: TeacherTargets,
-    rows: Sequence[int],
-    *,
     objective: Objective,
     origin: OutputHead | None,
-    tokenizer: Any,
-    placeholders: Collection[int],
-    names: Sequence[str],
-    nats: Callable[..., Tensor] | None = None,
+    rows: Sequence[int],
 ) -> list[Sample]:
-    """Some rows of a batch, with the distributions that its loss compares; waits for the device.
-
-    `nats` has the divergences of a row where its teacher has no distributions over tokens.
-    """
+    """Some rows of a batch, with the distributions that its loss compares; waits for the device."""
+    rollout, targets, tokenizer = comparison.rollout, comparison.targets, trainer.processing_class
+    names = list(trainer.teachers)
     # A sampled estimate says little about a single token: the reverse KL, its mean, is recorded instead.
     measure = ReverseKL() if isinstance(objective.divergence, SampledReverseKL) else objective.divergence
     objective = replace(objective, divergence=measure, chunk_tokens=CHUNK, kl_clip=None, anchor_weight=0.0)
@@ -104,11 +101,7 @@ def samples_of(
         places_n = rollout.weights[row, :end].nonzero().squeeze(1).cpu()
         numbers: dict[int, tuple[Any, ...]] = {}
         if len(places_n):
-            hidden_nH = hidden_BCH[row].detach().index_select(0, places_n.to(hidden_BCH.device)).to(head.weight.device)
-            ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
-            columns = _numbers(
-                (hidden_nH, head), teacher_heads[number], targets, row, places_n, ids_n, objective, origin, nats
-            )
+            columns = _numbers(comparison, row, places_n, head, teacher_heads[number], objective, origin)
             numbers = dict(zip(places_n.tolist(), zip(*columns, strict=True), strict=True))
         tokens: list[Token] = []
         answers: list[tuple[int, str]] = []
@@ -124,7 +117,7 @@ def samples_of(
         images = rollout.images[row] if rollout.images else None
         found.append(
             Sample(
-                prompt=_middle_cut(readable(prompts[row], tokenizer, placeholders)),
+                prompt=_middle_cut(readable(prompts[row], tokenizer, trainer.placeholders)),
                 teacher=names[number] if len(names) > 1 else None,
                 tokens=tuple(tokens),
                 is_cut=is_cut,
@@ -136,24 +129,23 @@ def samples_of(
 
 
 def _numbers(
-    student: tuple[Tensor, OutputHead],
-    teacher_head: OutputHead,
-    targets: TeacherTargets,
+    comparison: Comparison,
     row: int,
     places_n: Tensor,
-    ids_n: Tensor,
+    head: OutputHead,
+    teacher_head: OutputHead,
     objective: Objective,
     origin: OutputHead | None,
-    nats: Callable[..., Tensor] | None,
 ) -> tuple[Sequence[Any], ...]:
     """The columns of [`Token`] but its text, with ids in place of the teacher's choices, and their probabilities."""
-    temperatures, vocabulary, device = objective.temperatures, objective.vocabulary, student[0].device
-    teacher_head = teacher_head.to(device)
-    sampled_n = ids_n.to(device)
+    temperatures, vocabulary, device = objective.temperatures, objective.vocabulary, head.weight.device
+    teacher_head, targets = teacher_head.to(device), comparison.targets
+    student = selected(comparison.hidden_BCH[row].detach(), places_n).to(device), head
+    sampled_n = selected(comparison.rollout.completion_ids[row], places_n).to(device)
     of_student = (-streamed_entropy(LazyLogits(*student, temperatures[0]), CHUNK, vocabulary, sampled_n)).exp().tolist()
-    if nats is not None:
-        told_n: list[float] = nats(objective, row, places_n, student[1], teacher_head).tolist()
-        return told_n, of_student, [None] * len(ids_n), *[[()] * len(ids_n)] * 2
+    if comparison.nats is not None:
+        told_n: list[float] = comparison.nats(objective, row, places_n, head, teacher_head).tolist()
+        return told_n, of_student, [None] * len(sampled_n), *[[()] * len(sampled_n)] * 2
     theirs = targets.of(row, places_n).to(device), teacher_head
     reference_states = {
         name: (states_nH.to(device), head_of_reference(name, teacher_head, origin))

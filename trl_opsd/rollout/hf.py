@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from tqdm import tqdm
-from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import in_zero3_model, splits_student
@@ -23,7 +22,6 @@ from trl_opsd.options.normalize import FAIL_IN_GENERATE, check_drawn
 from trl_opsd.options.rules import refuse
 from trl_opsd.parallel.precision import cast_weights
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.progress import PHASES
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import KnownTokensOnly, RaggedDecoding, custom_generate, obstacle
 from trl_opsd.rollout.generate import BY_LENGTH, Batching, completions_of, generate, prove_batching
@@ -183,14 +181,12 @@ class HFRollout(RolloutBackend):
             if self._compile and not self._is_split and student._can_compile_fullgraph:
                 self._set_up_compilation(config, inputs["input_ids"].size(1))
         known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
-        casts = self._cast(student) if loop else nullcontext()
-        with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress, casts:
+        with self._cast(student) if loop else nullcontext():
             returned = generate(
                 student,
                 inputs,
                 config,
                 logits_processor=LogitsProcessorList([known]),
-                stopping_criteria=StoppingCriteriaList([progress]),
                 **({"custom_generate": loop} if loop else {}),
                 **({"synced_gpus": False} if self.has_whole_copies else {}),
             )
@@ -264,20 +260,3 @@ def _of_checkpoint(model: CausalLM, config: GenerationConfig, generator: str) ->
         what = f"`model.generation_config.{name}` of {generator} is {found[name]!r}"
         refuse([(True, what, f"it {FAIL_IN_GENERATE[name]}; set it to None before the trainer is built")])
     return found
-
-
-class _TokenProgress(StoppingCriteria):
-    """A progress bar over decode steps, shown only when decoding takes long; it never stops a row."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        self._bar = tqdm(total=total, desc=PHASES["complete"], unit="token", delay=5, leave=False, disable=not show)
-
-    def __enter__(self) -> _TokenProgress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self._bar.update()
-        return torch.zeros(input_ids.size(0), dtype=torch.bool, device=input_ids.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from trl_opsd._compat.peft import CausalLM, activate, adapter_weights, base_parameters
 from trl_opsd.models.backbone import Run
-from trl_opsd.models.checks import Adapter, sizes
 from trl_opsd.models.weights import Samples, sample
 from trl_opsd.teacher.frozen import Placement, Resident
-from trl_opsd.teacher.self_teacher import unchanged
 from trl_opsd.types import OutputHead
 
 
@@ -55,45 +53,7 @@ class Adapted(Placement):
         return {**super().samples(), **{name: sample(tensor) for name, tensor in own.items()}}
 
 
-def placed(
-    adapters: Mapping[str, Adapter],
-    load: Callable[[Adapter], CausalLM],
-    place: Callable[[CausalLM], Placement],
-    lenders: Sequence[CausalLM] | None,
-) -> tuple[dict[str, Placement], Callable[[], None] | None]:
-    """The placement of each adapter by its teacher's name, and a check that weights of others have not changed.
-
-    `load` loads the base of one, and `place` puts a model where it is kept. Frozen weights of `lenders`, and of bases
-    loaded here, are used where they equal those of a base; with `None`, no base has another's.
-    """
-    groups: dict[tuple[str, ...], dict[str, Adapter]] = {}
-    for name, one in adapters.items():
-        # PEFT puts adapters of one type only into the layers of a model.
-        key = one.base, str(sorted(one.loading_of_base.items())), str(one.config.peft_type)
-        groups.setdefault(key, {})[name] = one
-    found: dict[str, Placement] = {}
-    borrowed: dict[str, Tensor] = {}
-    others = list(lenders or ())
-    for group in groups.values():
-        model = load(next(iter(group.values())))
-        mine = {} if lenders is None else _borrowed(model, others)
-        borrowed |= mine
-        names = {name: f"teacher{number:03}" for number, name in enumerate(group)}
-        for name, one in group.items():
-            model = one.put_on(model, names[name])
-        with model.disable_adapter():  # the head that is kept apart is the base's
-            shared = place(model)
-        others.append(model)
-        owners = f"; {len(group)} teachers share its base" if len(group) > 1 else ""
-        owners += f"; {sizes({id(one): one for one in mine.values()}.values())} of it are others'" if mine else ""
-        found |= {name: Adapted(shared, names[name], one.path, owners) for name, one in group.items()}
-    if not borrowed:
-        return found, None
-    who = "a teacher, an adapter of the same base, uses it (with `teacher_offload='cpu'` a copy)"
-    return found, unchanged(lambda: {name: sample(one) for name, one in borrowed.items()}, who)
-
-
-def _borrowed(model: nn.Module, lenders: Sequence[CausalLM]) -> dict[str, Tensor]:
+def borrow(model: nn.Module, lenders: Sequence[CausalLM]) -> dict[str, Tensor]:
     """Replaces weights of a model by frozen ones of others that have the same values; returns those, by name."""
     theirs = [base_parameters(one) for one in lenders]
     found: dict[str, Tensor] = {}

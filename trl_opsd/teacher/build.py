@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,18 +20,17 @@ from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
-from trl_opsd.models.backbone import Run, model_shape
-from trl_opsd.models.checks import Adapter, adapter_at, whole_checkpoint, whole_on
-from trl_opsd.models.padding import BatchPolicy
-from trl_opsd.models.weights import Samples
+from trl_opsd.models.backbone import model_shape
+from trl_opsd.models.checks import Adapter, adapter_at, sizes, whole_checkpoint, whole_on
+from trl_opsd.models.weights import sample
 from trl_opsd.options.rules import refuse
-from trl_opsd.teacher.adapters import placed
+from trl_opsd.teacher.adapters import Adapted, borrow
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident, is_fixed
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.prefix import SharedPrefix
-from trl_opsd.teacher.self_teacher import Average, OwnTeacher, check_base
+from trl_opsd.teacher.self_teacher import Average, OwnTeacher, check_base, unchanged
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types.known import TokenHead
 
@@ -63,67 +62,33 @@ def build_teacher(
     return _frozen(_placed(teacher_model, args, is_only), args, prefix_bytes)
 
 
-def average_of(paths: Sequence[str], args: OPSDConfig) -> CausalLM:
-    """The mean of the weights of checkpoints, in float32 and host memory; adapters are merged into their bases first.
-
-    Raises:
-        ValueError: The checkpoints differ in the names or shapes of their weights.
-    """
-    sums: dict[str, Tensor] = {}
-    for path in paths:
-        adapter = adapter_at(path, location(args))
-        where = (path, location(args)) if adapter is None else (adapter.base, adapter.loading_of_base)
-        model: Any = _loaded(where[0], args, where[1], in_host_memory=True)
-        if adapter is not None:
-            model = adapter.put_on(model, "expert").merge_and_unload()
-        weights = {name: one.data for name, one in model.float().named_parameters()}
-        shapes = [{name: one.shape for name, one in of.items()} for of in (weights, sums)]
-        refuse([(sums and shapes[0] != shapes[1], f"{path} and {paths[0]}", "their weights differ in names or shapes")])
-        for name, one in sums.items():
-            weights[name].add_(one)
-        sums = weights
-    for one in sums.values():
-        one.div_(len(paths))
-    return model
-
-
 def build_teachers(
-    models: Mapping[str, Any],
-    student: CausalLM,
-    run: Run,
-    policy: Callable[[], BatchPolicy],
-    args: OPSDConfig,
-    handed_in: Samples | None,
-    divergence: Divergence,
-    tokenizer: PreTrainedTokenizerBase,
-    wrap: Callable[[str, Teacher], Teacher] | None = None,
-    reads: Collection[str] = (),
-    needs_whole: str | None = None,
+    models: Mapping[str, Any], host: Any, wrap: Callable[[str, Teacher], Teacher] | None = None
 ) -> Teachers:
-    """All teachers by name, from what was passed for each; `None` is the student itself.
+    """All teachers of a trainer by name, from what was passed for each; `None` is the student itself.
 
-    `divergence` and `tokenizer` say what to request from a server; `wrap` makes another of each teacher, by its name;
-    `reads` says what is read beside them, `"origin"` the student as it was passed; `needs_whole` names the method that
-    needs their whole distributions.
+    `wrap` makes another of each teacher, by its name.
     """
+    student, args, handed_in, reads = host.model, host.args, host.base_samples, host.methods.reads
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
     if handed_in is not None and (is_base or "origin" in reads):
         need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
         checked = check_base(student, handed_in, need)
     urls, device, progress = servers(args), args.teacher_cache_device, _progress(args)
-    own = partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
+    policy = lambda: host.batching_to_learn  # noqa: E731 (known only later for a sharded student)
+    own = partial(OwnTeacher, student, host.in_student, policy=policy, cache_device=device, progress=progress)
     prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
-    placements, unchanged = _placed_adapters(adapters, student, args, is_only)
+    placements, borrows = _placed_adapters(adapters, student, args, is_only)
     teachers: dict[str, Teacher] = {}
     average: Average | None = None
     for name, model in models.items():
         if model is None:
             teachers[name], average = _build_own(own, student, args, prefix_bytes)
         elif name in urls:
-            teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
+            teachers[name] = served(model, urls[name], args, host.divergence, student, host.processing_class)
         elif name in placements:
             teachers[name] = _frozen(placements[name], args, prefix_bytes)
         else:
@@ -133,20 +98,19 @@ def build_teachers(
     origin: Teacher | None = None
     if "origin" in reads:
         origin = next(iter(teachers.values())) if is_base else _build_base(own, student, args, prefix_bytes)
-    checks = [one for one in (checked, unchanged) if one is not None]
-    _check_whole(teachers, args, divergence, needs_whole)
+    checks = [one for one in (checked, borrows) if one is not None]
+    _check_whole(teachers, host)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
     return Teachers(teachers, average, checks, origin, own(nullcontext) if asks_student else None)
 
 
-def _check_whole(
-    teachers: Mapping[str, Teacher], args: OPSDConfig, divergence: Divergence, needs_whole: str | None
-) -> None:
+def _check_whole(teachers: Mapping[str, Teacher], host: Any) -> None:
     """Refuses what needs a teacher's whole distribution where only some tokens are known."""
     known = [name for name, one in teachers.items() if isinstance(innermost(one).head, TokenHead)]
+    args, divergence = host.args, host.divergence
     temperature = args.teacher_temperature or args.temperature
     needs = {
-        "methods": needs_whole,
+        "methods": next((type(one).__name__ for one in host.methods if one.needs_whole), None),
         "teacher_temperature": None if temperature == 1 else temperature,
         "kl_clip": args.kl_clip,
         "top_k_teacher": args.top_k_teacher,
@@ -164,17 +128,41 @@ def _check_whole(
 def _placed_adapters(
     adapters: Mapping[str, Adapter], student: CausalLM, args: OPSDConfig, is_only: bool
 ) -> tuple[dict[str, Placement], Callable[[], None] | None]:
-    """Loads adapters and their bases (one may have the student's own weights): frozen ones, whole and here."""
+    """The placement of each adapter by its teacher's name, and a check that weights of others have not changed.
+
+    Frozen weights of the student, and of bases loaded here, are used where they equal those of a base.
+    """
     is_split = args.deepspeed_plugin is not None or is_fsdp_enabled()
+    shares = args.teacher_offload == "none"  # offloaded weights move
     # Compared in host memory, so that a base is never on the device twice.
-    compares = args.teacher_offload == "none" and is_peft(student) and not is_split
+    compares = shares and is_peft(student) and not is_split
     compares &= teacher_loading(args).keys().isdisjoint({"device_map", "quantization_config"})
-
-    def load(adapter: Adapter) -> CausalLM:
-        return _loaded(adapter.base, args, adapter.loading_of_base, in_host_memory=compares)
-
-    lenders = [student] * compares if args.teacher_offload == "none" else None  # offloaded weights move
-    return placed(adapters, load, partial(_placed, args=args, is_only=is_only), lenders)
+    groups: dict[tuple[str, ...], dict[str, Adapter]] = {}
+    for name, one in adapters.items():
+        # PEFT puts adapters of one type only into the layers of a model.
+        key = one.base, str(sorted(one.loading_of_base.items())), str(one.config.peft_type)
+        groups.setdefault(key, {})[name] = one
+    found: dict[str, Placement] = {}
+    borrowed: dict[str, Tensor] = {}
+    others = [student] * compares
+    for group in groups.values():
+        first = next(iter(group.values()))
+        model: CausalLM = _loaded(first.base, args, first.loading_of_base, in_host_memory=compares)
+        mine = borrow(model, others) if shares else {}
+        borrowed |= mine
+        names = {name: f"teacher{number:03}" for number, name in enumerate(group)}
+        for name, one in group.items():
+            model = one.put_on(model, names[name])
+        with model.disable_adapter():  # the head that is kept apart is the base's
+            shared = _placed(model, args, is_only)
+        others.append(model)
+        owners = f"; {len(group)} teachers share its base" if len(group) > 1 else ""
+        owners += f"; {sizes({id(one): one for one in mine.values()}.values())} of it are others'" if mine else ""
+        found |= {name: Adapted(shared, names[name], one.path, owners) for name, one in group.items()}
+    if not borrowed:
+        return found, None
+    who = "a teacher, an adapter of the same base, uses it (with `teacher_offload='cpu'` a copy)"
+    return found, unchanged(lambda: {name: sample(one) for name, one in borrowed.items()}, who)
 
 
 def _build_own(

@@ -25,7 +25,7 @@ from trl_opsd._compat.http import warn_in_main
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import backbone_of
 from trl_opsd.models.checks import place_of
-from trl_opsd.models.probes import HEAD, Probed
+from trl_opsd.models.probes import Probed, check_head
 from trl_opsd.models.weights import as_saved
 from trl_opsd.teacher.offloaded import layer_list
 from trl_opsd.types import OutputHead
@@ -51,13 +51,13 @@ class CheckpointHead:
         self.dtype = self._read(OutputHead.of(self._model).weight).dtype  # as stored
 
     def head(self, dtype: torch.dtype, device: torch.device) -> OutputHead:
-        """The head, proved by [`~models.probes.HEAD`] to reproduce the architecture's logits. Call it once."""
+        """The head, proved by [`~models.probes.check_head`] to reproduce the architecture's logits. Call it once."""
         layer = self._model.get_output_embeddings()
         for name, parameter in list(layer.named_parameters(recurse=False)):
             value = self._read(parameter).to(device, dtype, copy=True)  # a view would change when the file is rewritten
             setattr(layer, name, nn.Parameter(value, requires_grad=False))
         with _random_states(self._model, self.width, dtype, device):
-            Probed(self._model, "teacher").prove(HEAD)
+            Probed(self._model, "teacher").prove(check_head)
         found = OutputHead.of(self._model)
         bias = None if found.bias is None else found.bias.detach()
         return replace(found, weight=found.weight.detach(), bias=bias)

@@ -214,10 +214,9 @@ def best(share: TeacherTokens, scores_N: Tensor) -> TeacherTokens:
 
 
 def pairs_to_read(
-    hidden_BCH: Tensor,
+    comparison: Comparison,
     head: OutputHead,
     teacher_heads: Sequence[OutputHead],
-    shares: Sequence[TeacherTokens],
     temperatures: tuple[float, float],
     distinct: int,
 ) -> Iterator[tuple[LazyLogits, LazyLogits, Tensor]]:
@@ -226,11 +225,11 @@ def pairs_to_read(
     Rows beyond the first `distinct` only fill the batch: their weights are 0.
     """
     device = head.weight.device
-    for share in shares:
+    for share in comparison.shares:
         if share.by_token:
             is_own_N = share.places_N < distinct * share.weights_BC.size(1)
             weights_N = (share.weights_BC.flatten()[share.places_N] * is_own_N).to(device)
-            student = LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0])
+            student = LazyLogits(share.of_student(comparison.hidden_BCH, device), head, temperatures[0])
             yield (
                 student,
                 LazyLogits(share.of_teacher(device), teacher_heads[share.teacher], temperatures[1]),
@@ -239,11 +238,9 @@ def pairs_to_read(
 
 
 def compared(
-    hidden_BCH: Tensor,
+    comparison: Comparison,
     head: OutputHead,
     teacher_heads: Sequence[OutputHead],
-    shares: Sequence[TeacherTokens],
-    rollout: Rollout,
     num_items: Tensor | float | None,
     objective: Objective,
     origin: OutputHead | None = None,
@@ -252,6 +249,7 @@ def compared(
 
     `origin` is the head of the student as it was passed, if targets have its states.
     """
+    rollout, shares, hidden_BCH = comparison.rollout, comparison.shares, comparison.hidden_BCH
     # The denominator is that of the whole optimizer step; without one, of this micro-batch.
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0

@@ -32,7 +32,7 @@ from trl_opsd.models.backbone import (
 from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
-from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
+from trl_opsd.models.probes import Probed, check_head, check_packing, find_batching
 from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.prefix import SharedPrefix
@@ -279,7 +279,7 @@ class FrozenTeacher(Teacher):
         self._progress = progress
         # The passes that the probes make, so that an offloaded placement prefetches no more.
         with placement.loaded(passes=8 if padding_free else 4) as run:
-            probes = [HEAD, PADDING, *([PACKING] if padding_free else [])]
+            probes = [check_head, find_batching, *([check_packing] if padding_free else [])]
             found = Probed(self.model, "teacher", run).prove(*probes)
         # Small blocks would copy or gather the weights again; passes of rows of similar lengths have little padding.
         packed = padding_free and (has_varlen(self.model) or not placement.passes_are_costly)

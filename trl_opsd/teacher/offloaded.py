@@ -31,12 +31,10 @@ class Parts:
 
     head: list[Tensor]
     """Weight and, if there is one, bias of the output head; tied embeddings are here too."""
-    embedding: list[Tensor]
-    """The input embeddings, if they are not the head's."""
     layers: list[tuple[nn.Module, list[Tensor]]]
     """The decoder layers in calling order, each with the tensors that only it holds."""
     rest: list[Tensor]
-    """Tensors that belong to no layer, or to several: the last norm, positions."""
+    """Tensors that belong to no layer, or to several: embeddings that are not the head's, the last norm, positions."""
 
 
 def parts_of(model: CausalLM) -> Parts:
@@ -49,12 +47,8 @@ def parts_of(model: CausalLM) -> Parts:
     holders = Counter(id(tensor) for layer in layers for tensor in tensors_of(layer))
     own = [[one for one in tensors_of(layer) if holders[id(one)] == 1 and id(one) not in taken] for layer in layers]
     taken |= {id(tensor) for tensor in chain.from_iterable(own)}
-    embedding = [tensor for tensor in tensors_of(model.get_input_embeddings()) if id(tensor) not in taken]
-    if len(embedding) < len(tensors_of(model.get_input_embeddings())):
-        embedding = []  # tied to the head, which stays on the device
-    taken |= {id(tensor) for tensor in embedding}
     rest = [tensor for tensor in tensors_of(model) if id(tensor) not in taken]
-    return Parts(head=head, embedding=embedding, layers=list(zip(layers, own, strict=True)), rest=rest)
+    return Parts(head=head, layers=list(zip(layers, own, strict=True)), rest=rest)
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -182,7 +176,7 @@ class Offloaded(Placement):
         parts = parts_of(model)  # their data moves to host memory, pinned where that helps
         self._layers = [layer for layer, _ in parts.layers]
         self._blocks = [HostBlock(own, device) for _, own in parts.layers]
-        self._rest = HostBlock([*parts.embedding, *parts.rest], device)
+        self._rest = HostBlock(parts.rest, device)
         self._head, self._head_there = HostBlock(parts.head, device), None
         if keeps_head:  # the loss needs it after the teacher is offloaded
             self._head_there = self.prefetcher.keep(self._head.nbytes)

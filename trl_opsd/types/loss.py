@@ -34,7 +34,7 @@ class OutputHead:
     def of(cls, model: Any) -> OutputHead:
         """Reads the head of a causal language model of `transformers`, bare or wrapped by `peft`.
 
-        The only place that knows the config names of logit post-processing; [`~models.probes.HEAD`] verifies the
+        The only place that knows the config names of logit post-processing; [`~models.probes.check_head`] verifies the
         result on the model itself.
         """
         layer = model.get_output_embeddings()
