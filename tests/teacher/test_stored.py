@@ -15,7 +15,7 @@ from support import tiny, vision_language
 from support.failing_server import Scoring, pretended
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
-from trl_opsd.cli.targets import write_targets
+from trl_opsd.cli.targets import write_completions, write_targets
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.stored import HEADER, Store, StoredTeacher, keys_of, write_header
@@ -187,6 +187,19 @@ def test_killed_run_goes_on_where_it_ended(make_trainer, written, monkeypatch, a
     write_targets(trainer, folder)
     assert reads == [4, 4][max(0, at - 1) :]  # whole batches, as rows that are read together are rounded alike
     assert load_from_disk(str(folder)).sort("key")[:] == expected
+
+
+def test_completions_are_generated_once_for_each_row(make_trainer, tmp_path):
+    trainer = make_trainer(**OPTIONS | {"lmbda": 1.0, "num_generations": 2, "per_device_train_batch_size": 3})
+    rows = write_completions(trainer, tmp_path)
+    assert rows["prompt"] == [prompt for prompt in ROWS["prompt"] for _ in range(2)]
+    assert rows["completion"] == WORDS.batch_decode([*rows["completion_ids"]], skip_special_tokens=True)
+    [_, part, _] = sorted(tmp_path.iterdir())
+    part.unlink()
+    lengths, generate = [], trainer._generation.write
+    trainer._generation.write = lambda rows, ids: lengths.append(len(rows)) or generate(rows, ids)
+    assert len(write_completions(trainer, tmp_path)) == 16
+    assert lengths == [6]
 
 
 # ---- Other runs ------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def targets(
 ) -> None:
     """Has the teacher score each completion once, and keeps what it said: training then needs no teacher.
 
-    The completions are those of the dataset. Takes the options of `trl-opsd train` too, and goes on where an earlier
-    run ended. Train with `teacher_targets`.
+    The completions are those of the dataset with `lmbda` below 1; else they are generated once, and kept beside. Takes
+    the options of `trl-opsd train` too, and goes on where an earlier run ended. Train with `teacher_targets`.
     """
     from trl_opsd.cli import targets as command  # imports torch
     from trl_opsd.cli.launch import run

@@ -94,8 +94,8 @@ def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[
     return given, experts
 
 
-def build(given: RunOptions, task: Task | None) -> OPSDTrainer:
-    """The trainer that these options describe."""
+def build(given: RunOptions, task: Task | None, train_dataset: Dataset | None = None) -> OPSDTrainer:
+    """The trainer that these options describe; a dataset takes the place of the one that they name."""
     extra, script, config, model = given.extra, given.script, given.config, given.model
     data = task.data() if task else loaded(script, given.mixture)
     # Rows that experts are measured on are checked before anything is loaded.
@@ -104,7 +104,7 @@ def build(given: RunOptions, task: Task | None) -> OPSDTrainer:
         model=model.model_name_or_path,
         teacher_model=extra.teacher_models,
         args=config,
-        train_dataset=_split(data, "dataset_train_split", script.dataset_train_split),
+        train_dataset=train_dataset or _split(data, "dataset_train_split", script.dataset_train_split),
         eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if is_evaluated else None,
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),

@@ -293,6 +293,11 @@ class TrainerHooks(TrainerMembers):
         """Completes rows of a dataset, which move to the processes that would have them scored. Collective."""
         return self._batches.completed(rows)
 
+    def generated(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids that are generated for rows of a dataset, in this process; no method sees them. Collective."""
+        read = self._batches.begin(rows)
+        return self._generation.write(read, self.prompt_ids_of(read)).completions
+
     # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 
     # By transformers' `training_step`, for each micro-batch, and by `prediction_step`.
