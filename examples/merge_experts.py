@@ -21,7 +21,7 @@ from experts.controls import supervised, ties
 from experts.make import ADAPTER, make
 from experts.tasks import TASKS, draw, rows
 
-from trl_opsd.cli.merge import AFTER, BEFORE, FILE
+from trl_opsd.cli.merge import AFTER, AVERAGE, BEFORE, FILE
 from trl_opsd.cli.train import main as train
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows(draw(task, 16 * asked.steps)).to_json(folder / f"{task}.jsonl")
         rows(draw(task, asked.held_out, held_out=True)).to_json(folder / f"{task}-test.jsonl")
     known: dict[str, Any] = {}
-    """What is the same for all: the experts, and the student before."""
+    """What is the same for all: the experts, their average, and the student before."""
     for seed in asked.seeds:
         for way in asked.ways:
             run = folder / f"{way.partition(':')[0]}-{seed}"
@@ -142,7 +142,7 @@ def table(
         return f"| {name} | {' | '.join(cells)} | {share} |"
 
     head = [f"| accuracy | {' | '.join(TASKS)} | mean | share of the headroom |", "|---" * (len(TASKS) + 3) + "|"]
-    fixed = [line(f"expert of {name}" if name in TASKS else name, [first[name]]) for name in (*TASKS, BEFORE)]
+    fixed = [line(f"expert of {name}" if name in TASKS else name, [first[name]]) for name in (*TASKS, BEFORE, AVERAGE)]
     trained = [line(f"student, {way}", [of[way, seed][AFTER] for seed in seeds]) for way in ways]
     return [*head, *fixed, *(line(name, some) for name, some in more.items()), *trained]
 

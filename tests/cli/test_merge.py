@@ -13,8 +13,9 @@ from peft import LoraConfig, get_peft_model
 from support import tiny
 from transformers import AutoModelForCausalLM
 
-from trl_opsd.cli.merge import AFTER, BEFORE, Experts, Metric, experts_of, table
+from trl_opsd.cli.merge import AFTER, AVERAGE, BEFORE, Experts, Metric, experts_of, table
 from trl_opsd.cli.train import main
+from trl_opsd.teacher.build import average_of
 
 WORDS = tiny.tokenizer()
 LENGTH = 8
@@ -75,16 +76,20 @@ def test_everybody_is_measured_and_the_student_is_trained(disk, tmp_path, capsys
     trainer = main(["--config", file(disk, tmp_path, max_steps=2)])
     run = tmp_path / "run"
     found = json.loads((run / "experts.json").read_text())["accuracy"]
+    average = loaded(disk / "one")
+    for one, other in zip(average.parameters(), loaded(disk / "two").parameters(), strict=True):
+        one.data = (one.data + other.data) / 2
     models = {
         "one": loaded(disk / "one"),
         "two": loaded(disk / "two"),
+        AVERAGE: average,
         BEFORE: loaded(disk / "base"),
         AFTER: trainer.model,
     }
     assert {name: [*of] for name, of in found.items()} == {name: ["one", "two"] for name in models}
     for name, model in models.items():
         assert found[name]["one"] == found[name]["two"] == pytest.approx(measured(model), abs=1e-6), name
-    assert len({of["one"] for of in found.values()}) == 4, "else a model could be another"
+    assert len({of["one"] for of in found.values()}) == 5, "else a model could be another"
     lines = table(found, {"one": 3, "two": 3})
     assert "\n".join(lines) in capsys.readouterr().out
     assert (run / "README.md").read_text().rstrip().endswith("\n".join(lines))
@@ -96,6 +101,21 @@ def test_a_dry_run_measures_nothing(disk, tmp_path, capsys):
     main(["--config", file(disk, tmp_path), "--dry_run"])
     assert "optimizer step succeeded" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_an_average_merges_adapters(disk, tmp_path):
+    adapted = get_peft_model(
+        loaded(disk / "base"), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    args = tiny.config(tmp_path)
+    found = average_of([str(disk / "one"), str(tmp_path / "adapter")], args)
+    merged = adapted.merge_and_unload()
+    for mine, one, two in zip(found.parameters(), loaded(disk / "one").parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(mine, (one + two) / 2)
+    tiny.qwen2(48, 1).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match="their weights differ in names or shapes"):
+        average_of([str(disk / "one"), str(tmp_path / "wide")], args)
 
 
 def test_a_metric_is_of_the_rows_of_its_expert():

@@ -33,6 +33,6 @@ def test_every_way_has_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make, "ROWS", 100)
     merge_experts.main(["--output", str(tmp_path), "--steps", "2", "--seeds", "0", "--held_out", "4", "--controls"])
     lines = capsys.readouterr().out.splitlines()
-    names = [line.split("|")[1].strip() for line in lines[-len(merge_experts.WAYS) - 5 :]]
-    assert {"expert of sums", "student before"} <= set(names)
+    names = [line.split("|")[1].strip() for line in lines[-len(merge_experts.WAYS) - 6 :]]
+    assert {"expert of sums", "student before", "average of the weights"} <= set(names)
     assert all(any(way in name for name in names) for way in merge_experts.WAYS)

@@ -19,13 +19,14 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd._compat.values import pydantic
 from trl_opsd.data.survey import digest
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.teacher.build import average_of
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
-BEFORE, AFTER = "student before", "student after"
+BEFORE, AFTER, AVERAGE = "student before", "student after", "average of the weights"
 """Rows of the table beside the experts."""
 FILE = "experts.json"
 """What was measured, in the folder of a run: a resume measures none of it again."""
@@ -183,6 +184,15 @@ class Experts:
         for name in whole:
             with trainer.generating_with(name):
                 found[name] = self._measured(trainer)
+        is_average_known = AVERAGE in found or trainer.cross is not None
+        if not is_average_known and all(one.server is None for one in self.experts.values()):
+            try:
+                model = average_of([*self.teachers.values()], trainer.args).to(trainer.model.dtype)
+            except (ValueError, OSError) as error:
+                logger.warning(f"The experts' weights have no average: {error}")
+            else:
+                with trainer.generating_with(model):
+                    found[AVERAGE] = self._measured(trainer)
         if BEFORE not in found:
             found[BEFORE] = self._measured(trainer)
 
@@ -213,7 +223,7 @@ def table(found: Mapping[str, Mapping[str, float]], tasks: Mapping[str, int]) ->
 
     before = found[BEFORE]
     best = {name: found[name][name] for name in tasks if name in found}
-    rows = [name for name in (*tasks, BEFORE, AFTER) if name in found]
+    rows = [name for name in (*tasks, AVERAGE, BEFORE, AFTER) if name in found]
     lines = [
         f"| accuracy | {' | '.join(f'{name} ({rows} rows)' for name, rows in tasks.items())} | mean | "
         "share of the headroom |",
@@ -221,7 +231,7 @@ def table(found: Mapping[str, Mapping[str, float]], tasks: Mapping[str, int]) ->
     ]
     for row in rows:
         of, share = found[row], "–"
-        if row == AFTER and len(best) == len(tasks) and (room := mean(best) - mean(before)) > 0:
+        if row in (AVERAGE, AFTER) and len(best) == len(tasks) and (room := mean(best) - mean(before)) > 0:
             share = f"{(mean(of) - mean(before)) / room:.0%}"
         lines.append(f"| {row} | {' | '.join(f'{of[name]:.3f}' for name in tasks)} | {mean(of):.3f} | {share} |")
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -60,6 +60,30 @@ def build_teacher(
             "`teacher_offload` decides, or load it before the config is built."
         )
     return _frozen(_placed(teacher_model, args, is_only), args, prefix_bytes)
+
+
+def average_of(paths: Sequence[str], args: OPSDConfig) -> CausalLM:
+    """The mean of the weights of checkpoints, in float32 and host memory; adapters are merged into their bases first.
+
+    Raises:
+        ValueError: The checkpoints differ in the names or shapes of their weights.
+    """
+    sums: dict[str, Tensor] = {}
+    for path in paths:
+        adapter = adapter_at(path, location(args))
+        where = (path, location(args)) if adapter is None else (adapter.base, adapter.loading_of_base)
+        model: Any = _loaded(where[0], args, where[1], in_host_memory=True)
+        if adapter is not None:
+            model = adapter.put_on(model, "expert").merge_and_unload()
+        weights = {name: one.data for name, one in model.float().named_parameters()}
+        shapes = [{name: one.shape for name, one in of.items()} for of in (weights, sums)]
+        refuse([(sums and shapes[0] != shapes[1], f"{path} and {paths[0]}", "their weights differ in names or shapes")])
+        for name, one in sums.items():
+            weights[name].add_(one)
+        sums = weights
+    for one in sums.values():
+        one.div_(len(paths))
+    return model
 
 
 def build_teachers(
