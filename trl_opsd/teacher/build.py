@@ -22,6 +22,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.checks import Adapter, adapter_at, sizes, whole_checkpoint, whole_on
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.weights import sample
 from trl_opsd.options.rules import refuse
 from trl_opsd.teacher.adapters import Adapted, borrow
@@ -100,7 +101,10 @@ def build_teachers(
         need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
         checked = check_base(student, handed_in, need)
     urls, device, progress = servers(args), args.teacher_cache_device, _progress(args)
-    policy = lambda: host.batching_to_learn  # noqa: E731 (known only later for a sharded student)
+
+    def policy() -> BatchPolicy:
+        return host.batching_to_learn  # of a sharded student known only later
+
     own = partial(OwnTeacher, student, host.in_student, policy=policy, cache_device=device, progress=progress)
     prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
