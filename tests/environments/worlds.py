@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import re
 import threading
@@ -25,8 +26,6 @@ END = "<|im_end|>"
 
 
 def call(name: str = "add", **arguments: Any) -> str:
-    import json
-
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>{END}"
 
 
@@ -47,9 +46,6 @@ class Adder:
 
         Args:
             number: The number to add.
-
-        Returns:
-            The total.
         """
         assert threading.get_ident() == self.thread
         self.total += number
@@ -60,9 +56,6 @@ class Adder:
 
         Args:
             seconds: How long.
-
-        Returns:
-            What was waited for.
         """
         await asyncio.sleep(seconds)
         return f"waited {seconds}"
@@ -72,9 +65,6 @@ class Adder:
 
         Args:
             seconds: How long.
-
-        Returns:
-            Nothing of interest.
         """
         time.sleep(seconds)
         return "slept"
@@ -84,9 +74,6 @@ class Adder:
 
         Args:
             how: What.
-
-        Returns:
-            Anything.
         """
         if how == "exit":
             raise SystemExit(3)
@@ -108,6 +95,7 @@ class Adder:
         }[how]
 
     def get_reward(self) -> float:
+        assert threading.get_ident() == self.thread, "where it may keep a connection"
         return float(self.total)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 from trl_opsd import OPSDTrainer
 from trl_opsd.errors import ServerError, SyncError
 from trl_opsd.rollout import weight_sync
+from trl_opsd.rollout.served import ServedRollout
 
 
 def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:
@@ -33,6 +35,8 @@ class Alike:
     sender: ClassVar[type[Any]]
     sends: ClassVar[str]
     """The class and its method that send requests for weight syncs."""
+    least: ClassVar[str]
+    """The option with the fewest tokens of a completion."""
 
     def test_tokens_of_a_server_equal_those_of_generate(self, serve, tmp_path):
         model = student(tmp_path / "student", tied=True)
@@ -53,7 +57,36 @@ class Alike:
         completions = trainer.rollout.complete(prompts, 0)
         assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == end_ids
         assert completions == by_hf(trainer, prompts), "ended by the server itself, not cut afterwards"
-        print(f"\n{len(prompts)} greedy completions are those of generate, to the last token")
+
+    def test_options_and_unknown_ids_reach_a_server(self, serve):
+        trainer = serve(temperature=1.9, generation_kwargs={self.least: 16})
+        prompts = trainer.tokenize(tiny.PROMPTS) * 4
+        hot = trainer.complete(prompts)
+        assert all(len(ids) == 16 for ids in hot)
+        assert max(map(max, hot)) >= 100
+        trainer.rollout.close()
+        trainer.teaching.readers = replace(trainer.readers, student_limits=replace(trainer.limits, vocabulary=100))
+        trainer.rollout = ServedRollout(trainer.args, self.client)
+        assert max(map(max, trainer.rollout.complete(prompts, 0))) < 100, "ids no tokenizer knows"
+
+    def test_rows_come_as_they_end_until_weights_are_sent(self, serve):
+        trainer = serve(top_k=1, max_completion_length=150)
+        prompts = trainer.tokenize(tiny.PROMPTS)
+        trainer.complete(prompts[:1])
+        rows, last = [*prompts, [5] * (CONTEXT - 20)], len(prompts)
+        found = dict(trainer.rollout.stream(rows, 0))
+        assert sorted(found) == list(range(len(rows)))
+        assert [found[row] for row in range(last)] == by_hf(trainer, prompts)
+        assert next(iter(found)) == last, "asked for last, and the shortest"
+
+        left, taken = trainer.rollout.stream(prompts[:4], 0), trainer.rollout.stream(rows, 0)
+        assert next(taken)[0] == last, "and the others are under way"
+        stir(trainer)
+        assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
+        assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
+        for stream, dropped, of in ((left, 4, 4), (taken, last, len(rows))):
+            with pytest.raises(RuntimeError, match=f"{dropped} of {of} rows were dropped"):
+                list(stream)
 
     @pytest.mark.parametrize("kind", ["everything", "adapter"])
     def test_a_server_has_the_weights_of_each_step(self, serve, kind):
@@ -66,14 +99,10 @@ class Alike:
         assert len(watch.stale) == 3
         assert min(watch.stale) > 1e-2, "every step moves the student enough to show in a server without it"
         assert max(watch.synced) <= 1e-4
-        logged = [row for row in trainer.state.log_history if "sync/bytes" in row]
-        assert len(logged) == 3
-        assert max(row["rollout/logprob_gap"] for row in logged) <= 1e-4
-        assert all(row["sync/seconds"] > 0 and row["sync/proof_seconds"] > 0 for row in logged)
-        seconds = [round(row["sync/seconds"], 3) for row in logged]
-        print(f"\n{kind}: gaps after three syncs {[f'{one:.1e}' for one in watch.synced]}, seconds of each {seconds}")
+        assert max(tiny.logged(trainer, "rollout/logprob_gap")) <= 1e-4
+        assert min(tiny.logged(trainer, "sync/seconds") + tiny.logged(trainer, "sync/proof_seconds")) > 0
         whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
-        assert {row["sync/bytes"] for row in logged} == {whole}
+        assert tiny.logged(trainer, "sync/bytes") == [whole] * 3
         for name, part in trainer.model.named_parameters():
             assert part.requires_grad or torch.equal(part, before[name]), name
         assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
@@ -174,7 +203,6 @@ class Alike:
     def test_processes_with_unequal_prompts_get_their_own_completions(self, server, tmp_path):
         student(tmp_path / "student", tied=True, seed=7)
         results = [*forks.results("fsdp2_cpu", main, tmp_path, server).values()]
-        print(f"\n{results}")
         for found in results:
             assert found["processes"] == 2
             assert found["split"]

@@ -8,27 +8,20 @@ from typing import Any
 
 import pytest
 import tcp_transfer
+import vllm_lab
 from support import fsdp_on_cpu, tiny
-from vllm_lab import by_hf, lora
 
-from trl_opsd import OPSDTrainer
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.errors import ServerError
 
 
 def main(folder: Path, server: dict[str, object]) -> dict[str, Any]:
     tcp_transfer.use(pytest.MonkeyPatch())
-    options = {"use_vllm": True, "top_k": 1, "learning_rate": 2e-3, "max_completion_length": 16, **server}
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
-    args = tiny.config(folder / "out", per_device_train_batch_size=1, **options)
     fsdp_on_cpu.allow()
-    trainer = OPSDTrainer(
-        model=str(folder / "student"),
-        teacher_model=teacher,
-        args=args,
-        train_dataset=tiny.rows(),
-        processing_class=tiny.tokenizer(),
-        peft_config=lora(),
+    options = {"top_k": 1, "learning_rate": 2e-3, "per_device_train_batch_size": 1, **server}
+    trainer = vllm_lab.trainer(
+        folder, model=str(folder / "student"), teacher_model=teacher, peft_config=vllm_lab.lora(), **options
     )
     trainer.train()
     process = trainer.accelerator.process_index
@@ -37,7 +30,7 @@ def main(folder: Path, server: dict[str, object]) -> dict[str, Any]:
         "processes": trainer.accelerator.num_processes,
         "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
         "completions": trainer.complete(prompts),
-        "expected": by_hf(trainer, prompts),
+        "expected": vllm_lab.by_hf(trainer, prompts),
         "beside none": trainer.complete(prompts if process == 1 else []),
         "gaps": [*tiny.logged(trainer, "rollout/logprob_gap"), trainer.rollout._proof.check()],
     }

@@ -9,7 +9,6 @@ from trl.chat_template_utils import qwen3_chat_template
 
 pytest.importorskip("vllm")
 
-from trl_opsd import OPSDTrainer
 from trl_opsd.data import datasets
 from trl_opsd.loop import teaching
 from trl_opsd.rollout import vllm as backend
@@ -44,21 +43,17 @@ class Recorder:
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
+def make(make_trainer, tmp_path, monkeypatch):
     """Builds a trainer of a student with a context of 8192 tokens; an engine has room for prompts of 8."""
     monkeypatch.setattr(backend, "VLLMEngine", Recorder)
     monkeypatch.setattr(teaching, "_ROOMY", 8)
-    model = tiny.qwen2(max_position_embeddings=8192)
-    model.save_pretrained(tmp_path / "student")
+    tiny.qwen2(max_position_embeddings=8192).save_pretrained(tmp_path / "student")
 
-    def make(train=(5, 60, 9), args=None, **given):
-        options = {"use_vllm": True, "max_completion_length": COMPLETION, "vllm_sync_check": "never", **(args or {})}
-        return OPSDTrainer(
-            model=str(tmp_path / "student"),
-            teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=given.pop("teachers", 8192)),
-            args=tiny.config(tmp_path, **options),
-            **{"train_dataset": rows(*train), "processing_class": tiny.tokenizer(), **given},
-        )
+    def make(train=(5, 60, 9), teachers=8192, **given):
+        options = {"use_vllm": True, "max_completion_length": COMPLETION, "vllm_sync_check": "never", "rollout": None}
+        teacher = tiny.qwen2(48, seed=1, max_position_embeddings=teachers)
+        more = {"train_dataset": rows(*train), **options, **given}
+        return make_trainer(model=str(tmp_path / "student"), teacher_model=teacher, **more)
 
     return make
 
@@ -74,23 +69,14 @@ def context(trainer):
     return found
 
 
-@pytest.mark.long
 def test_longest_row_of_all_datasets_sets_an_engines_length(make, monkeypatch):
     assert context(make()) == 60 + COMPLETION
     assert context(make(eval_dataset={"short": rows(4), "long": rows(300, 7)})) == 300 + COMPLETION
     assert context(make(train=(5, 7), eval_dataset=rows(6))) == 8 + COMPLETION, "for which no row is counted"
-    dropped = make(train=(5, 9000, 60), args={"overlong_prompts": "drop"})
+    dropped = make(train=(5, 9000, 60), overlong_prompts="drop")
     assert context(dropped) == 60 + COMPLETION, "of the rows that are left"
-    assert context(make(teachers=83, args={"overlong_prompts": "drop"})) == 83, "the teacher reads no longer rows"
-    monkeypatch.undo()
-    monkeypatch.setattr(backend, "VLLMEngine", Recorder)
-    assert context(make()) == 4096 + COMPLETION, "as its cache is small"
-
-
-@pytest.mark.long
-def test_an_option_or_what_is_unknown_sets_it_otherwise(make):
-    assert context(make(args={"vllm_max_model_length": 100})) == 100
-    assert context(make(args={"vllm_max_model_length": 5000})) == 5000
+    assert context(make(teachers=83, overlong_prompts="drop")) == 83, "the teacher reads no longer rows"
+    assert context(make(vllm_max_model_length=100)) == 100
     assert context(make(eval_dataset=rows(4).to_iterable_dataset())) == 8192, "a stream may have any prompt"
     assert context(make(eval_dataset=rows(4).with_transform(dict))) == 8192
     assert context(make(teachers=70, train=(5, 6, 9), eval_dataset=rows(4).to_iterable_dataset())) == 70
@@ -99,29 +85,21 @@ def test_an_option_or_what_is_unknown_sets_it_otherwise(make):
     grows = make(train_dataset=messages, tools=[tiny.add], processing_class=words)
     assert context(grows) == 8192, "a conversation goes on until the context is full"
 
-
-def test_few_rows_are_counted(make, monkeypatch):
-    """Only those of which the bytes do not tell."""
-    counted = []
-    count = datasets._counted
+    counted, count = [], datasets._counted
     monkeypatch.setattr(datasets, "_counted", lambda *given: counted.append(len(given[1])) or count(*given))
     monkeypatch.setattr(teaching, "_ROOMY", 200)
     assert context(make(train=(5, *[80] * 50, 300, 9))) == 300 + COMPLETION
-    assert sum(counted) <= 6, "the first, for each reader, and the longest"
+    assert sum(counted) <= 6, "the first, for each reader, and the longest: bytes tell of the others"
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "VLLMEngine", Recorder)
+    assert context(make()) == 4096 + COMPLETION, "as its cache is small"
 
 
 def test_longer_prompts_of_later_datasets_are_refused_before_generation(make):
     trainer = make(eval_dataset=rows(20, 21))
     longer = rows(30, 61)
-    message = (
-        r"row 1 of {} has 61 tokens; with a completion of 24 this exceeds the context of the engine "
-        r"\(84 tokens\): shorten it, lower max_completion_length, or set `vllm_max_model_length`"
-    )
-    for name, use in {
-        "eval_dataset": trainer.evaluate,
-        "test_dataset": trainer.predict,
-    }.items():
-        with pytest.raises(ValueError, match=message.format(name)):
+    for name, use in {"eval_dataset": trainer.evaluate, "test_dataset": trainer.predict}.items():
+        with pytest.raises(ValueError, match=rf"row 1 of {name} has 61 tokens.*the engine \(84 tokens\)"):
             use(longer)
     assert trainer.rollout.engine.written == 0
     assert trainer.evaluate(rows(59))["eval_loss"] > 0

@@ -48,7 +48,6 @@ def test_weights_are_sent_under_the_names_of_a_checkpoint(tmp_path, shape):
     announced = stream.announced()
     with stream as drawn:
         sent = dict(drawn)
-
     assert [(name, "float32", list(tensor.shape)) for name, tensor in sent.items()] == announced
     assert sent.keys() == checkpoint.keys()
     assert all(torch.equal(sent[name], checkpoint[name]) and sent[name].is_contiguous() for name in sent)
@@ -103,22 +102,19 @@ def test_an_adapter_on_layers_vllm_does_not_support_is_merged(make, shape, layer
     assert gap(trainer) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("family", "layer", "why"),
-    [
+def test_layers_without_adapter_support_are_known_before_construction():
+    for family, layer, why in [
         ("glm4", "mlp.gate_up_proj", "split into gate_proj and up_proj"),
         ("glm4", "mlp.down_proj", None),
         ("phi3", "mlp.gate_up_proj", None),
         ("llama", "mlp.gate_proj", None),
         ("gpt2", "attn.c_attn", "does not support LoRA"),
         ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts with Triton"),
-    ],
-)
-def test_layers_without_adapter_support_are_known_before_construction(family, layer, why):
-    config = AutoConfig.for_model(family)
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    found = why_no_adapter(config, "auto", [f"model.layers.0.{layer}"])
-    assert found is None if why is None else why in found
+    ]:
+        config = AutoConfig.for_model(family)
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        found = why_no_adapter(config, "auto", [f"model.layers.0.{layer}"])
+        assert found is None if why is None else why in found
 
 
 @pytest.mark.long
@@ -164,22 +160,12 @@ def test_class_changes_are_undone_on_error():
     assert changed.keys() == {Child}
 
 
-@pytest.fixture
-def reader(tmp_path):
-    """Saves a vision-language student, and loads it again."""
-
-    def reader(family):
-        model = vision_language.model(family, 64, 0, num_attention_heads=2, head_dim=32)
-        model.save_pretrained(tmp_path / "student")
-        return AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
-
-    return reader
-
-
 @pytest.mark.parametrize("sync", [pytest.param("full", marks=pytest.mark.long), "adapter"])
-def test_a_vision_language_student_is_synced_and_generates_no_placeholder(make, reader, sync):
+def test_a_vision_language_student_is_synced_and_generates_no_placeholder(make, tmp_path, sync):
+    vision_language.model("idefics3", 64, 0, num_attention_heads=2, head_dim=32).save_pretrained(tmp_path / "student")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
     adapter = {"peft_config": lora(target_modules=r".*text_model.*(q|v)_proj")} if sync == "adapter" else {}
-    trainer = make(model=reader("idefics3"), temperature=1e-3, **adapter)
+    trainer = make(model=model, temperature=1e-3, **adapter)
     assert trainer.rollout._mode == sync
     prompts = trainer.tokenize(tiny.PROMPTS)
     before = trainer.complete(prompts)
@@ -196,31 +182,24 @@ def test_a_vision_language_student_is_synced_and_generates_no_placeholder(make, 
     assert all(vision_language.PLACEHOLDER not in ids for ids in written)
 
 
-@pytest.mark.parametrize("where", ["", "language_model", "model.text"])
-def test_a_separate_head_is_found_at_any_depth(where):
-    """As in Gemma 3, whose language model vLLM has in a module of its own."""
-    root = inner = nn.Module()
-    for name in filter(None, where.split(".")):
-        inner.add_module(name, nn.Module())
-        inner = inner.get_submodule(name)
-    assert not has_head(root)
-    inner.add_module("lm_head", nn.Linear(2, 3))
-    assert has_head(root)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "there"),
-    [
-        ("Gemma2ForCausalLM", False),
-        ("CohereForCausalLM", False),
-        ("Qwen2ForCausalLM", True),
-        ("MistralForCausalLM", True),  # through its base class
-        ("Idefics3ForConditionalGeneration", True),
-        ("Unheard", True),
-    ],
-)
-def test_architectures_that_may_have_a_separate_head_are_known(architecture, there):
-    assert may_have_head(PretrainedConfig(architectures=[architecture], name_or_path="student")) is there
+def test_whether_a_model_has_a_separate_head_is_known():
+    for where in ("", "language_model", "model.text"):  # as in Gemma 3, whose language model has a module of its own
+        root = inner = nn.Module()
+        for name in filter(None, where.split(".")):
+            inner.add_module(name, nn.Module())
+            inner = inner.get_submodule(name)
+        assert not has_head(root)
+        inner.add_module("lm_head", nn.Linear(2, 3))
+        assert has_head(root)
+    for architecture, there in {
+        "Gemma2ForCausalLM": False,
+        "CohereForCausalLM": False,
+        "Qwen2ForCausalLM": True,
+        "MistralForCausalLM": True,  # through its base class
+        "Idefics3ForConditionalGeneration": True,
+        "Unheard": True,
+    }.items():
+        assert may_have_head(PretrainedConfig(architectures=[architecture], name_or_path="student")) is there
 
 
 @pytest.mark.long

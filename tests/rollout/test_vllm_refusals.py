@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from peft import IA3Config
 from support import tiny
 from support.lone_host import LoneHost
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.vllm
         ({"vllm_tensor_parallel_size": 2}, "but there are 1: set it to a divisor"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
+        ({"peft_config": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])}, "LoRA"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -41,40 +43,29 @@ def test_an_option_that_cannot_work_with_vllm_is_refused(make, given, message):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ({"num_hidden_layers": 3}, "has num_hidden_layers=3, but the student has 2"),
+        # as with `FineGrainedFP8Config(dequantize=True)`: vLLM would quantize the weights it is sent
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized, so vLLM would build a quantized model"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_than_the_student_is_refused(make, tmp_path, there, message):
+    model = student(tmp_path / "student")
+    config = tmp_path / "student" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **there}))
+    with pytest.raises(ValueError, match=message):
+        make(model=model)
+
+
+@pytest.mark.refusal
 def test_a_student_whose_weights_cannot_be_sent_is_refused():
     model = tiny.qwen2()
     model.is_quantized = True
     host = LoneHost(model, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
     with pytest.raises(ValueError, match=r"with a quantized student is not supported.*or set `use_vllm=False`"):
         synced.check_student(host)
-
-
-@pytest.mark.refusal
-def test_a_checkpoint_of_another_shape_than_the_student_is_refused(make, tmp_path):
-    tiny.qwen2(64, num_hidden_layers=3).save_pretrained(tmp_path / "other")
-    model = student(tmp_path / "student")
-    model.name_or_path = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="has num_hidden_layers=3, but the student has 2"):
-        make(model=model)
-
-
-@pytest.mark.refusal
-def test_a_quantized_checkpoint_of_an_unquantized_student_is_refused(make, tmp_path):
-    """As with `FineGrainedFP8Config(dequantize=True)`: vLLM would quantize the weights it is sent."""
-    model = student(tmp_path / "student")
-    config = tmp_path / "student" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match="is quantized, so vLLM would build a quantized model"):
-        make(model=model)
-
-
-@pytest.mark.refusal
-def test_an_adapter_that_is_not_lora_is_refused(make):
-    from peft import IA3Config
-
-    config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
-    with pytest.raises(ValueError, match="supports only LoRA on linear layers and embeddings"):
-        make(peft_config=config)
 
 
 @pytest.mark.quick

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from support import tiny
 pytest.importorskip("vllm")
 
 import tcp_transfer
-from alike import Alike, stir
+from alike import Alike
 from server_lab import CONTEXT
-from vllm_lab import by_hf, gap, student
+from vllm_lab import by_hf, student
 
 from trl_opsd._compat.http import HTTPClient
 from trl_opsd.rollout import vllm_server, weight_sync
@@ -25,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 class TestVLLM(Alike):
-    client, sender, sends = VLLMServer, vllm_server._Sender, "_post"
+    client, sender, sends, least = VLLMServer, vllm_server._Sender, "_post", "min_tokens"
 
 
 def test_a_nearly_full_context_shortens_no_other_row(serve):
@@ -66,41 +65,26 @@ def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplo
     assert logged["rollout/logprob_gap"][0] > 1e-4, "checked at the precision of the server"
 
 
-def test_options_reach_a_server(serve, monkeypatch):
+def test_a_pattern_reaches_a_server_and_rows_of_other_prompts_are_refused(serve, monkeypatch):
     trainer = serve(vllm_structured_outputs_regex="[0-9]{3}", generation_kwargs={"seed": 3})
     prompts = trainer.tokenize(tiny.PROMPTS)
     texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
 
-    swap_prompts(monkeypatch)
+    post_each = HTTPClient.post_each
+
+    def swapped(self, path, bodies, read):
+        others = [{**one, "prompt": other["prompt"]} for one, other in zip(bodies, bodies[::-1], strict=True)]
+        return post_each(self, path, others, read)
+
+    monkeypatch.setattr(HTTPClient, "post_each", swapped)
     with pytest.raises(RuntimeError, match=r"For row 0 .* the vLLM server returned another prompt"):
         trainer.complete(prompts)
-    monkeypatch.undo()
-
-    tcp_transfer.use(monkeypatch)
-    free = serve(temperature=1.9, generation_kwargs={"min_tokens": 16})
-    hot = free.complete(prompts * 4)
-    assert all(len(ids) == 16 for ids in hot)
-    assert max(map(max, hot)) >= 100
-    free.rollout.close()
-    free.teaching.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
-    free.rollout = ServedRollout(free.args, VLLMServer)
-    assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
+    with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server returned another prompt"):
+        list(trainer.rollout.stream(prompts, 0))
 
 
 # ---- Rows that are taken as they end ---------------------------------------------------------------------------------
-
-
-def test_rows_are_streamed_as_they_end(serve):
-    trainer = serve(top_k=1, max_completion_length=120)
-    prompts = [*trainer.tokenize(tiny.PROMPTS), [5] * (CONTEXT - 2)]
-    rows = list(trainer.rollout.stream(prompts, 0))
-    assert sorted(row for row, _ in rows) == list(range(len(prompts)))
-    order, long = [row for row, _ in rows], [row for row, ids in rows if len(ids) > 60]
-    assert len(long) > 1, "there are rows to be ahead of"
-    short = order.index(len(prompts) - 1)  # asked for last, with room for two tokens
-    assert short < max(map(order.index, long)), "written at the same time as those that were asked for before"
-    assert dict(rows) == dict(enumerate(trainer.rollout.complete(prompts, 0)))
 
 
 def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
@@ -150,46 +134,7 @@ def test_streamed_rows_have_sampling_log_probabilities_the_loss_reads(serve):
         torch.testing.assert_close(torch.tensor(found), logprobs[-len(completion) :], rtol=0, atol=1e-4)
 
 
-def test_weights_end_streams_so_no_row_has_two_states(serve):
-    trainer = serve(top_k=1, max_completion_length=150)
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    left, taken = trainer.rollout.stream(prompts, 0), trainer.rollout.stream([*prompts, [5] * (CONTEXT - 2)], 0)
-    assert next(taken)[0] == len(prompts), "and the others are under way"
-    stir(trainer)
-    assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
-    assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
-    for stream, rows in ((left, len(prompts)), (taken, len(prompts) + 1)):
-        with pytest.raises(RuntimeError, match=rf"{len(prompts)} of {rows} rows were dropped, because the vLLM server"):
-            list(stream)
-
-
-def swap_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are sent with each other's prompts."""
-    post_each = HTTPClient.post_each
-
-    def swapped(self, path, bodies, read):
-        others = [{**one, "prompt": other["prompt"]} for one, other in zip(bodies, bodies[::-1], strict=True)]
-        return post_each(self, path, others, read)
-
-    monkeypatch.setattr(HTTPClient, "post_each", swapped)
-
-
-def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
-    trainer = serve(top_k=1)
-    swap_prompts(monkeypatch)
-    with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server returned another prompt"):
-        list(trainer.rollout.stream(trainer.tokenize(tiny.PROMPTS), 0))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
-        ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of a vLLM server"),
-        ({"generation_kwargs": {"logprobs": 2}}, "the trainer sets this option: remove it"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_an_option_that_cannot_work_with_a_server_is_refused(serve, given, message):
-    with pytest.raises(ValueError, match=message):
-        serve(**given)
+@pytest.mark.parametrize("name", ["skip_reading_prefix_cache", "logprobs"])
+def test_an_option_that_cannot_work_with_a_server_is_refused(serve, name):
+    with pytest.raises(ValueError, match=name):
+        serve(generation_kwargs={name: 2})

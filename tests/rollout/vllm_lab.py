@@ -123,12 +123,12 @@ def trainer(
     arguments = {name: given.pop(name) for name in names}
     model = arguments.pop("model", None) or student(folder / "student", shape, tied)
     options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
-    words = arguments.pop("processing_class", None) or tiny.tokenizer()
     return cls(
         model=model,
         args=tiny.config(folder / "out", **options),
-        processing_class=words,
-        **{"teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows(), **arguments},
+        processing_class=arguments.pop("processing_class", None) or tiny.tokenizer(),
+        teacher_model=arguments.pop("teacher_model", None) or tiny.qwen2(48, seed=1),
+        **{"train_dataset": tiny.rows(), **arguments},
     )
 
 

@@ -6,14 +6,13 @@ As a script, one of them finally fails while it sends weights.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import vllm_lab
 from peft import LoraConfig
 from support import fsdp_on_cpu, tiny
 from vllm import SamplingParams
@@ -40,22 +39,15 @@ def main(folder: Path, names: list[str], size: int = 1, fails: bool = False) -> 
     results: dict[str, Any] = {}
     for name in names:
         sync, adapter = VARIANTS[name]
-        args = tiny.config(
-            folder / name,
-            per_device_train_batch_size=1,
-            use_vllm=True,
-            vllm_weight_sync=sync,
-            vllm_tensor_parallel_size=size,
-            learning_rate=1e-2,
-        )
         fsdp_on_cpu.allow()
-        trainer = OPSDTrainer(
+        trainer = vllm_lab.trainer(
+            folder / name,
             model=str(folder / "student"),
             teacher_model=teacher,
-            args=args,
-            train_dataset=tiny.rows(),
-            processing_class=tiny.tokenizer(),
             peft_config=None if adapter is None else LoraConfig(r=4, target_modules="all-linear", **adapter),
+            per_device_train_batch_size=1,
+            vllm_weight_sync=sync,
+            vllm_tensor_parallel_size=size,
         )
         if trainer.is_deepspeed_enabled:  # which would keep such small parameters whole
             config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -82,11 +74,8 @@ def main(folder: Path, names: list[str], size: int = 1, fails: bool = False) -> 
 
 
 def start_quickly() -> None:
-    """Engines get a small cache, and compile nothing."""
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    # compiling would take most of the time
+    """Engines compile nothing, also not their sampler."""
     torch.compiler.set_stance("force_eager")
-    engine.LLM = partial(engine.LLM, enforce_eager=True, num_gpu_blocks_override=256)
     # The memory that ranks on a CPU share has one name in all launches, ranks that are ended leave it, and more ranks
     # than cores wait long for each other in it. Elsewhere it is not used.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: False
@@ -99,21 +88,15 @@ OF_EACH = (2, 0, 3, 1)
 def written_together(folder: Path, size: int) -> dict[str, Any]:
     """What engines over `size` processes generate from given seeds, and in an evaluation without sampling."""
     start_quickly()
-    args = tiny.config(
+    rows = 1 if size > 1 else 4
+    trainer = vllm_lab.trainer(
         folder / f"over {size}",
-        use_vllm=True,
-        vllm_tensor_parallel_size=size,
-        per_device_train_batch_size=1 if size > 1 else 4,
-        per_device_eval_batch_size=1 if size > 1 else 4,
-        eval_temperature=0.0,
-    )
-    trainer = OPSDTrainer(
         model=str(folder / "student"),
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=args,
-        train_dataset=tiny.rows(),
         eval_dataset=tiny.rows(7),
-        processing_class=tiny.tokenizer(),
+        vllm_tensor_parallel_size=size,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=rows,
+        eval_temperature=0.0,
     )
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     trainer.rollout.sync_weights()
