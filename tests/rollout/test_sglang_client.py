@@ -96,9 +96,9 @@ def connected(server: Server, **given: Any) -> ServedRollout:
     return made
 
 
-def wrote(client: ServedRollout, rows: list[tuple[list[int], dict[str, Any]]], ask: str = "write") -> list[Any]:
-    """The completions of prompts with their options; those of `write_each` with their numbers."""
-    return list(getattr(client, ask)([ids for ids, _ in rows], [options for _, options in rows]))
+def wrote(client: ServedRollout, *rows: tuple[list[int], dict[str, Any]]) -> list[Any]:
+    """The completions of prompts with their options."""
+    return client.write([ids for ids, _ in rows], [options for _, options in rows])
 
 
 # ---- The server ------------------------------------------------------------------------------------------------------
@@ -126,31 +126,22 @@ def test_a_configuration_that_cannot_work_is_refused(server, name, value):
 
 def test_each_row_is_a_request_with_its_own_options(server, client):
     rows = [ROW, ([8], {"max_tokens": 2, "temperature": 0.5, "seed": 3}), ([1] * 19, {"max_tokens": 9, "logprobs": 0})]
-    first, second, third = wrote(client, rows)
-    assert first.prompt_ids == [5, 6, 7]
-    assert first.completion_ids == [9] * 4
-    assert first.prompt_logprobs == [-0.25] * 2
-    assert first.logprobs == [-0.5] * 4
+    first, second, third, full = wrote(client, *rows, ([1] * 20, {"max_tokens": 2}))
+    assert (first.prompt_ids, first.completion_ids) == ([5, 6, 7], [9] * 4)
+    assert (first.logprobs, first.prompt_logprobs) == ([-0.5] * 4, [-0.25] * 2)
     assert (second.completion_ids, second.logprobs, second.prompt_logprobs) == ([9] * 2, [], [])
     assert len(third.completion_ids) == 5, "up to the context of the server"
     assert (len(third.logprobs), third.prompt_logprobs) == (5, [])
+    assert full.completion_ids == [], "which is not sent"
     bodies = {len(body["input_ids"]): body for path, body in server.asked if path == "/generate"}
-    assert [bodies[len(ids)]["sampling_params"] for ids, _ in rows] == [
-        {"stop_token_ids": [2], "max_new_tokens": 4},
-        {"stop_token_ids": [], "max_new_tokens": 2, "temperature": 0.5},
-        {"stop_token_ids": [], "max_new_tokens": 5},
-    ]
-    assert [bodies[len(ids)]["return_logprob"] for ids, _ in rows] == [True, False, True]
-    assert [bodies[len(ids)]["logprob_start_len"] for ids, _ in rows] == [0, -1, -1]
-
-
-def test_a_prompt_that_fills_the_context_is_not_sent(server, client):
-    rows = [([1] * 20, {"max_tokens": 2}), ROW]
-    assert [row.completion_ids for row in wrote(client, rows)] == [[], [9] * 4]
-    assert [(number, len(row.completion_ids)) for number, row in wrote(client, rows, "write_each")] == [
-        (0, 0),
-        (1, 4),
-    ]
+    for (ids, _), sampling, scored, start in [
+        (rows[0], {"stop_token_ids": [2], "max_new_tokens": 4}, True, 0),
+        (rows[1], {"stop_token_ids": [], "max_new_tokens": 2, "temperature": 0.5}, False, -1),
+        (rows[2], {"stop_token_ids": [], "max_new_tokens": 5}, True, -1),
+    ]:
+        asked = {"sampling_params": sampling, "return_logprob": scored, "logprob_start_len": start}
+        assert bodies.pop(len(ids)) == {"input_ids": ids, **asked}
+    assert not bodies
 
 
 def told(**changes: Any) -> Callable[[dict[str, Any]], Any]:
@@ -191,18 +182,18 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 def test_an_answer_to_another_request_is_refused(server, client):
     client.server.version = server.version = "run-1"
-    wrote(client, [ROW])
+    wrote(client, ROW)
     for server.spoil, message in WRONG:
         with pytest.raises(ServerError, match=message):
-            wrote(client, [ROW])
+            wrote(client, ROW)
 
 
 def test_a_row_that_ends_early_ends_with_an_end_token(server, client):
     server.spoil = ended({"type": "stop", "matched": 2}, [9, 2])
-    [row] = wrote(client, [ROW])
+    [row] = wrote(client, ROW)
     assert row.completion_ids == [9, 2]
     server.spoil = ended({"type": "stop", "matched": 8}, [9, 8])
-    [row] = wrote(client, [(ROW[0], {**ROW[1], "regex": "a+"})])
+    [row] = wrote(client, (ROW[0], {**ROW[1], "regex": "a+"}))
     assert row.completion_ids == [9, 8], "a grammar has ended it"
 
 
@@ -217,6 +208,7 @@ def weights(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
 def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeypatch):
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50)
     client.server.open(torch.device("cpu"))
+    assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"], "an open session is closed"
     for factor in (1.0, 2.0, 3.0):
         server.asked.clear()
         client.server.update(weights(factor))
@@ -227,12 +219,14 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
         for name, tensor in weights(factor):
             assert torch.equal(server.received[name], tensor)
         assert client.server.version == server.version
-        assert len(wrote(client, [ROW])) == 1
+        assert len(wrote(client, ROW)) == 1
     client.server.reset_prefixes()
     assert server.paths()[-1] == "/flush_cache"
     server.answers["/flush_cache"] = (400, b"Flush cache failed.")
     with pytest.raises(ServerError, match=r"did not reset its prefix cache.*Flush cache failed"):
         client.server.reset_prefixes()
+    client.close()
+    assert server.paths()[-1] == "/destroy_weights_update_group"
 
 
 @pytest.mark.parametrize(
@@ -271,22 +265,13 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
         client.server.open(torch.device("cpu"))
 
 
-def test_an_open_session_is_closed_first(server, client):
-    client.server.open(torch.device("cpu"))
-    assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"]
-    client.close()
-    assert server.paths()[-1] == "/destroy_weights_update_group"
-
-
 # ---- Options ---------------------------------------------------------------------------------------------------------
 
 
 def test_options_are_translated():
     more = {"min_new_tokens": 2, "logit_bias": {"5": 1.0}, "temperature": 0.0}
-    args = tiny.config(
-        "x", sglang_server_url=URL, temperature=0.7, top_k=5, min_p=0.1, top_p=0.9, generation_kwargs=more
-    )
-    assert sampling_params(args, [2, 3]) == {
+    given = {"temperature": 0.7, "top_k": 5, "min_p": 0.1, "top_p": 0.9, "generation_kwargs": more}
+    assert sampling_params(tiny.config("x", sglang_server_url=URL, **given), [2, 3]) == {
         "temperature": 0.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.0, "min_new_tokens": 2,
         "logit_bias": {"5": 1.0}, "stop_token_ids": [2, 3], "ignore_eos": False,
     }  # fmt: skip

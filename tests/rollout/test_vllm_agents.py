@@ -50,45 +50,46 @@ def examples() -> Any:
         del sys.modules[name]
 
 
-def trained(walker: Path, folder: Path, **options: Any) -> OPSDTrainer:
+@pytest.fixture(scope="module")
+def trained(make_shared: Any, walker: Path) -> Any:
+    """Trains the student, which generates as options say."""
     from doors import DOORS, world
 
-    args = tiny.config(
-        folder,
-        max_completion_length=world.MOST_TOKENS,
-        max_tool_calling_iterations=8,
-        per_device_train_batch_size=8,
-        max_steps=3,
-        learning_rate=1e-3,
-        logging_steps=1,
-        top_k=1,
-        **{"vllm_max_model_length": 400, **options},
-    )
-    trainer = OPSDTrainer(
-        model=str(walker),
-        teacher_model=str(DOORS / "teacher"),
-        args=args,
-        train_dataset=world.rows(24),
-        environment_factory=world.Doors,
-    )
-    trainer.train()
-    trainer.rollout.close()
-    return trainer
+    def trained(**options: Any) -> OPSDTrainer:
+        trainer = make_shared(
+            model=str(walker),
+            teacher_model=str(DOORS / "teacher"),
+            processing_class=None,
+            rollout=None,
+            train_dataset=world.rows(24),
+            environment_factory=world.Doors,
+            max_completion_length=world.MOST_TOKENS,
+            max_tool_calling_iterations=8,
+            per_device_train_batch_size=8,
+            learning_rate=1e-3,
+            top_k=1,
+            **{"vllm_max_model_length": 400, **options},
+        )
+        trainer.train()
+        trainer.rollout.close()
+        return trainer
+
+    return trained
 
 
 @pytest.fixture(scope="module")
-def by_generate(walker: Path, tmp_path_factory: pytest.TempPathFactory) -> OPSDTrainer:
-    return trained(walker, tmp_path_factory.mktemp("generate"))
+def by_generate(trained: Any) -> OPSDTrainer:
+    return trained()
 
 
 @pytest.mark.parametrize(("where", "overlap"), [("colocate", None), ("server", None), ("server", "step")])
-def test_agents_are_those_that_generate_writes_for(walker, by_generate, tmp_path, monkeypatch, where, overlap):
+def test_agents_are_those_that_generate_writes_for(walker, trained, by_generate, tmp_path, monkeypatch, where, overlap):
     if where == "colocate":
-        trainer = trained(walker, tmp_path / "out", use_vllm=True)
+        trainer = trained(use_vllm=True)
     else:
         tcp_transfer.use(monkeypatch)
         with server_lab.running(tmp_path, str(walker), 400) as options:
-            trainer = trained(walker, tmp_path / "out", use_vllm=True, overlap=overlap, **options)
+            trainer = trained(use_vllm=True, overlap=overlap, **options)
     assert trainer.turns.are_apart == (where == "server")
     logs = [[log for log in one.state.log_history if "loss" in log] for one in (by_generate, trainer)]
     assert logs[0][0]["tools/call_frequency"] > 1

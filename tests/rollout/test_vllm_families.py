@@ -1,4 +1,4 @@
-"""Students that vLLM holds differently from transformers: split experts, fused layers, borrowed classes."""
+"""Students that vLLM holds differently from transformers: experts, fused layers, borrowed classes, quantised ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from transformers import (
     PretrainedConfig,
     Starcoder2Model,
 )
-from vllm_lab import gap, lora, student
+from vllm import LLM, SamplingParams
+from vllm_lab import fails_halfway, gap, lora, student
 
+from trl_opsd._compat.torchao import unquantized
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd._compat.vllm.process import preserved_classes, retype
 from trl_opsd._compat.vllm.supported import has_head, may_have_head, why_no_adapter
+from trl_opsd.errors import SyncError
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout import weight_sync
 
@@ -73,22 +76,13 @@ def test_an_engine_computes_with_the_experts_it_is_sent(make, monkeypatch):
         assert gap(trainer) <= 1e-4
         move(trainer)
         assert gap(trainer) > 1e-3
-
-    load = VLLMEngine.load
     with monkeypatch.context() as patch:
-        patch.setattr(VLLMEngine, "load", lambda self, weights: load(self, breaking(weights)))
+        patch.setattr(VLLMEngine, "load", fails_halfway(VLLMEngine.load, 20))
         with pytest.raises(RuntimeError, match="the engine broke"):
             trainer.complete(prompts)
     gap(trainer)  # the engine still generates something
     trainer.complete(prompts)
     assert gap(trainer) <= 1e-4
-
-
-def breaking(weights):
-    for number, pair in enumerate(weights):
-        if number == 20:
-            raise RuntimeError("the engine broke")
-        yield pair
 
 
 @pytest.mark.long
@@ -132,30 +126,23 @@ def test_vllm_leaves_the_class_of_a_student_unchanged(make, tmp_path):
 
 def test_class_changes_are_undone_on_error():
     class Root(nn.Module):
-        def says(self):
-            return "root"
+        says = "root"
 
     class Child(Root):
-        def says(self):
-            return "child"
+        says = "child"
 
-    class Added:
-        def more(self):
-            return "more"
+    added = type("Added", (), {"more": "more"})
 
     def spoil():
-        Child.says = lambda self: "changed"
-        Child.extra = 1
-        Child.__bases__ = (Root, Added)
+        Child.says, Child.extra, Child.__bases__ = "changed", 1, (Root, added)
         raise RuntimeError("it broke")
 
     made = Child()
     with pytest.raises(RuntimeError, match="it broke"), preserved_classes(Root) as changed:
         spoil()
-
-    assert (made.says(), hasattr(made, "extra"), Child.__bases__) == ("child", False, (Root,))
+    assert (made.says, hasattr(made, "extra"), Child.__bases__) == ("child", False, (Root,))
     retype(made, changed)
-    assert (made.says(), made.extra, made.more(), type(made).__name__) == ("changed", 1, "more", "Child")
+    assert (made.says, made.extra, made.more, type(made).__name__) == ("changed", 1, "more", "Child")
     assert isinstance(made, Child)
     assert changed.keys() == {Child}
 
@@ -212,3 +199,68 @@ def test_an_unknown_architecture_is_refused_and_later_engines_work(make, tmp_pat
     trainer = make(model=student(tmp_path / "other"))
     trainer.complete(trainer.tokenize(["a"]))
     assert gap(trainer) <= 1e-4
+
+
+# ---- Students that compute with quantised weights -----------------------------------------------------------------
+
+INT4 = {"student_quantization": "int4", "learning_rate": 1e-3}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [None, "adapter", "full"])
+def test_engine_writes_as_the_quantised_student(make, kind):
+    given = {} if kind is None else {"peft_config": lora(), "vllm_weight_sync": kind}
+    trainer = make(max_completion_length=6, **INT4, **given)
+    for _ in range(2):
+        trainer.train()
+        trainer.complete(trainer.tokenize(["a"]))
+        synced = gap(trainer)
+        with unquantized(trainer.model):
+            assert gap(trainer) > 1e-2
+        assert synced <= 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{}, {"peft_config": lora()}])
+def test_proof_fails_where_latent_weights_are_sent(make, monkeypatch, given):
+    monkeypatch.setattr(weight_sync, "fake_quantized", lambda model: {})
+    trainer = make(**INT4, **given)
+    with pytest.raises(SyncError, match="times what rounding in float32 explains"):
+        trainer.complete(trainer.tokenize(["a"]))
+
+
+@pytest.mark.long
+def test_server_gets_quantised_weights(serve):
+    trainer = serve(**INT4)
+    for _ in range(2):
+        trainer.train()
+        trainer.complete(trainer.tokenize(tiny.PROMPTS))
+    assert max(tiny.logged(trainer, "rollout/logprob_gap")) < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_engine_loads_the_saved_student(make, tmp_path, kind, tied):
+    dtype = "bfloat16" if kind == "int4" else "float32"  # which vLLM's kernel for four bits on a CPU takes
+    model = student(tmp_path / "student", tied=tied).to(getattr(torch, dtype))
+    trainer = make(model=model, student_quantization=kind, learning_rate=1e-3, use_vllm=False)
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    ids = trainer.tokenize(tiny.PROMPTS[:4])
+    engine = LLM(
+        str(tmp_path / "final" / "quantized"),
+        max_model_len=64,
+        gpu_memory_utilization=0.1,
+        enforce_eager=True,
+        num_gpu_blocks_override=256,
+        dtype=dtype,
+    )
+    greedy = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
+    found = [one.outputs[0] for one in engine.generate([{"prompt_token_ids": one} for one in ids], greedy)]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "quantized")
+    for prompt, one in zip(ids, found, strict=True):
+        written, logprobs = list(one.token_ids), [next(iter(each.values())).logprob for each in one.logprobs]
+        log = model(torch.tensor([[*prompt, *written]])).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
+        own = log.gather(1, torch.tensor(written)[:, None])[:, 0]
+        assert float((own - torch.tensor(logprobs)).abs().mean()) < (0.05 if kind == "int4" else 1e-4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny
+from support.tool_calls import CALL, words
 from transformers import TrainerCallback
-from trl.chat_template_utils import qwen3_chat_template
 
 pytest.importorskip("vllm")
 
@@ -17,8 +17,6 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.rollout import vllm as backend
 
 pytestmark = pytest.mark.vllm
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
 
 
 class Watched:
@@ -63,9 +61,8 @@ class CallsThreeTimes(OPSDTrainer):
 
     def complete(self, prompt_ids):
         super().complete(prompt_ids)
-        words = self.processing_class
-        turns = [words.decode(ids).count("<tool_response>") for ids in prompt_ids]
-        return words(["four<|im_end|>" if turn == 3 else CALL for turn in turns])["input_ids"]
+        turns = [self.processing_class.decode(ids).count("<tool_response>") for ids in prompt_ids]
+        return self.processing_class(["four<|im_end|>" if turn == 3 else CALL for turn in turns])["input_ids"]
 
 
 @pytest.fixture
@@ -112,14 +109,12 @@ def test_an_engine_sleeps_but_while_it_is_used(watch, monkeypatch):
 
 
 def test_an_engine_sleeps_once_per_generation_batch_whatever_its_turns(watch, tmp_path):
-    words = tiny.tokenizer()
-    words.chat_template = qwen3_chat_template
     conversations = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer, engine = watch(
         cls=CallsThreeTimes,
         model=student(tmp_path / "student", max_position_embeddings=2048),
         teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=2048),
-        processing_class=words,
+        processing_class=words(),
         train_dataset=conversations,
         tools=[tiny.add],
         max_completion_length=800,

@@ -13,10 +13,11 @@ pytest.importorskip("vllm")
 
 from transformers import TrainerCallback
 from vllm.model_executor.layers import utils as layers
-from vllm_lab import gap, lora, student
+from vllm_lab import fails_halfway, gap, lora, student
 
 from trl_opsd._compat.peft import Weight
 from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd.cli import doctor
 from trl_opsd.errors import SyncError
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout import weight_sync
@@ -41,24 +42,17 @@ class Watch(TrainerCallback):
         self.stale.append(gap(self._trainer))
 
 
-def distances_of_stale_weights(make, monkeypatch, **given):
-    """Trains with an engine that is sent the first weights alone; checks what is logged of each step."""
-    trainer = make(cls=Measured, max_steps=3, vllm_sync_check="never", **given)
+def test_stale_weights_show_in_the_distance_of_the_sampler(make, monkeypatch):
+    trainer = make(cls=Measured, max_steps=3, vllm_sync_check="never")
     remembered(trainer)
     send, sent = trainer.rollout.send_weights, []
     monkeypatch.setattr(trainer.rollout, "send_weights", lambda: sent.append(0 if sent else send()) or 0)
     trainer.train()
-
-    assert len(sent) == 3
+    assert len(sent) == 3, "of which the first alone arrives"
     fresh, *stale = tiny.logged(trainer, "rollout/kl_sampler")
-    print(f"\nKL(sampler || student): {fresh:.1e} after a sync, {stale} of weights one and two steps older")
     assert abs(fresh) < 1e-9
     assert min(stale) > 1e-3
     assert stale == pytest.approx([trainer.mean(1), trainer.mean(2)], rel=1e-3)
-
-
-def test_stale_weights_show_in_the_distance_of_the_sampler(make, monkeypatch):
-    distances_of_stale_weights(make, monkeypatch)
 
 
 @pytest.mark.long
@@ -124,26 +118,6 @@ def test_weights_changed_by_hand_without_a_step_are_sent(make, tmp_path):
         trainer.model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.mul_(1.5)
     trainer.complete(prompt)
     assert gap(trainer) <= 1e-4, "the base under the adapter"
-
-
-def test_weights_are_sent_only_after_a_change_or_on_request(make, monkeypatch):
-    trainer = make(eval_dataset=tiny.rows(4), per_device_eval_batch_size=1)
-    calls, load = [], VLLMEngine.load
-    monkeypatch.setattr(VLLMEngine, "load", lambda self, weights: calls.append(1) or load(self, weights))
-    trainer.evaluate()
-    trainer.evaluate()
-    assert len(calls) == 1, "one for eight batches"
-    trainer.rollout.sync_weights()
-    assert len(calls) == 2, "and one that was asked for"
-
-
-def test_a_student_that_is_newer_than_its_checkpoint_is_sent(make, tmp_path):
-    model = student(tmp_path / "student")
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(3)
-    trainer = make(model=model)
-    trainer.complete(trainer.tokenize(["a"]))
-    assert gap(trainer) <= 1e-4
 
 
 # ---- Faults -----------------------------------------------------------------------------------------------------
@@ -222,13 +196,19 @@ def test_half_precision_weights_rounded_further_in_transit_are_detected(make, tm
 
 
 @pytest.mark.parametrize(("check", "proofs"), [("every", 3), ("first", 1), ("never", 0)])
-def test_the_sync_check_option_decides_when_proofs_run(make, check, proofs):
-    trainer = make(vllm_sync_check=check)
-    for _ in range(3):
+def test_weights_are_sent_after_a_change_or_on_request_and_proven_as_asked(make, monkeypatch, check, proofs):
+    trainer = make(vllm_sync_check=check, eval_dataset=tiny.rows(4), per_device_eval_batch_size=1)
+    calls, load = [], VLLMEngine.load
+    monkeypatch.setattr(VLLMEngine, "load", lambda self, weights: calls.append(1) or load(self, weights))
+    found = trainer.evaluate()
+    assert ("eval_rollout/logprob_gap" in found) == (proofs > 0)
+    trainer.evaluate()
+    assert len(calls) == 1, "one for eight batches"
+    for _ in range(2):
         trainer.rollout.sync_weights()
+    assert len(calls) == 3, "and those that were asked for"
     recorded = trainer._metrics["train" if trainer.model.training else "eval"]
-    assert len(recorded["sync/bytes"]) == 3
-    assert len(recorded["rollout/logprob_gap"]) == proofs
+    assert len(recorded["rollout/logprob_gap"]) == max(proofs - 1, 0)
 
 
 # ---- LoRA never touches the base --------------------------------------------------------------------------------
@@ -287,22 +267,6 @@ def test_a_sync_after_an_aborted_one_sends_all_weights(make, tmp_path, monkeypat
                 part.copy_(part.flip(0))
         trainer.rollout.sync_weights()
         assert gap(trainer) <= (0.1 if packed else 1e-4)
-
-
-def fails_halfway(sends, reached=9):
-    def send(self, weights):
-        if isinstance(weights, dict):
-            raise RuntimeError("the engine broke")
-
-        def some():
-            for number, pair in enumerate(weights):
-                if number == reached:
-                    raise RuntimeError("the engine broke")
-                yield pair
-
-        sends(self, some())
-
-    return send
 
 
 @pytest.mark.parametrize(
@@ -382,3 +346,21 @@ def test_nans_of_initial_weights_do_not_outlive_the_first_sync(make, monkeypatch
     assert wiped
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     assert gap(trainer) < 1e-4
+
+
+def test_doctor_fails_one_check_for_a_stale_engine_and_none_for_a_fresh_one(engines_are_shared, tmp_path, monkeypatch):
+    monkeypatch.setattr(VLLMEngine, "close", lambda self: None)  # the second has what the first has left
+    model, words = student(tmp_path).eval(), tiny.tokenizer()
+    pair = doctor.Pair(model, tiny.qwen2(48, seed=1), words, teacher_tokenizer=words)
+    found = doctor.examine(pair, vllm=True)
+    assert [one for one in found if one.verdict != "ok"] == []
+    (rollout,) = [one for one in found if one.name == "vLLM rollout"]
+    assert int(rollout.said.split()[0]) > 3
+
+    with torch.no_grad():  # a hundredth part of each weight, which changes hardly any of its likeliest tokens
+        for part in model.parameters():
+            part.add_(0.01 * part.std() * torch.randn(part.shape, generator=torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(VLLMEngine, "load", drained)
+    (failed,) = [one for one in doctor.examine(pair, vllm=True) if one.verdict != "ok"]
+    assert failed.name == "vLLM rollout"
+    assert "disagree by" in failed.said

@@ -169,3 +169,21 @@ def gap(trainer: OPSDTrainer) -> float:
         largest = max(largest, float((logprobs[-6:] - torch.tensor(row.logprobs)).abs().max()))
     trainer.model.train(was_training)
     return largest
+
+
+def fails_halfway(sends: Any, reached: int = 9) -> Any:
+    """A method in place of that which sends weights or an adapter, which fails before they are all sent."""
+
+    def send(self: VLLMEngine, weights: Any) -> None:
+        if isinstance(weights, dict):
+            raise RuntimeError("the engine broke")
+
+        def some() -> Iterator[Any]:
+            for number, pair in enumerate(weights):
+                if number == reached:
+                    raise RuntimeError("the engine broke")
+                yield pair
+
+        sends(self, some())
+
+    return send

@@ -1,13 +1,7 @@
-"""Two processes with a sharded student: trains with vLLM engines, one in each or over both; records log-prob gaps.
-
-As a script, one of them finally fails while it sends weights.
-"""
+"""Two processes with a sharded student: trains with vLLM engines, one in each or over both; returns log-prob gaps."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 """`vllm_weight_sync` by name, and the options of the student's adapter, if it has one."""
 
 
-def main(folder: Path, names: list[str], size: int = 1, fails: bool = False) -> None:
+def main(folder: Path, names: list[str], size: int) -> dict[str, Any]:
     weight_sync.BUCKET_BYTES = 2**15  # several buckets
     start_quickly()
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
@@ -66,11 +60,7 @@ def main(folder: Path, names: list[str], size: int = 1, fails: bool = False) -> 
     results["noticed"] = changes_that_are_sent(trainer)
     results["announced"] = announced_as_drawn(trainer)
     results["fault"] = fault_on_one(trainer)
-    if trainer.accelerator.is_main_process:
-        (folder / "results.json").write_text(json.dumps(results))
-    if fails:
-        fail_on_one(trainer)
-        trainer.train()
+    return results
 
 
 def start_quickly() -> None:
@@ -185,19 +175,3 @@ def fault_on_one(trainer: OPSDTrainer) -> list[str]:
     everyone = [None] * trainer.accelerator.num_processes
     torch.distributed.all_gather_object(everyone, said)
     return everyone
-
-
-def fail_on_one(trainer: OPSDTrainer) -> None:
-    """From now on, the engine of one process raises when weights are sent."""
-
-    def fail(layers: Any) -> None:
-        print(f"\nRAISES {time.time()}", file=sys.stderr, flush=True)
-        raise RuntimeError("injected into sync")
-
-    if trainer.accelerator.process_index == 1:
-        trainer.rollout.engine.load_adapter = fail
-
-
-if __name__ == "__main__":
-    folder, size, *names = sys.argv[1:]
-    main(Path(folder), names, int(size), fails=True)
