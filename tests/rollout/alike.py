@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import tcp_transfer
 import torch
-from served import main
+import vllm_lab
 from server_lab import CONTEXT
-from support import forks, tiny
+from support import forks, fsdp_on_cpu, tiny
 from test_vllm_sync import Watch
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd import OPSDTrainer
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.errors import ServerError, SyncError
 from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.served import ServedRollout
@@ -188,7 +192,7 @@ class Alike:
     @pytest.mark.timeout(forks.SECONDS + 60)
     def test_processes_with_unequal_prompts_get_their_own_completions(self, server, tmp_path):
         student(tmp_path / "student", tied=True, seed=7)
-        results = [*forks.results("fsdp2_cpu", main, tmp_path, server).values()]
+        results = [*forks.results("fsdp2_cpu", in_two, tmp_path, server).values()]
         for found in results:
             assert found["processes"] == 2
             assert found["split"]
@@ -213,3 +217,40 @@ def connected_in_vain(sends: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return send
+
+
+def in_two(folder: Path, server: dict[str, object]) -> dict[str, Any]:
+    """In one of two processes with a sharded student: both generate with one server and return the completions."""
+    tcp_transfer.use(pytest.MonkeyPatch())
+    teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
+    fsdp_on_cpu.allow()
+    options = {"top_k": 1, "learning_rate": 2e-3, "per_device_train_batch_size": 1, **server}
+    trainer = vllm_lab.trainer(
+        folder, model=str(folder / "student"), teacher_model=teacher, peft_config=lora(), **options
+    )
+    trainer.train()
+    process = trainer.accelerator.process_index
+    prompts = trainer.tokenize(tiny.PROMPTS[:3] if process == 0 else tiny.PROMPTS[3:4])
+    found: dict[str, Any] = {
+        "processes": trainer.accelerator.num_processes,
+        "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
+        "completions": trainer.complete(prompts),
+        "expected": by_hf(trainer, prompts),
+        "beside none": trainer.complete(prompts if process == 1 else []),
+        "gaps": [*tiny.logged(trainer, "rollout/logprob_gap"), trainer.rollout._proof.check()],
+    }
+    rows = trainer.rollout.stream(prompts, 3)
+    if process == 0:  # takes none before the other has all: nothing is collective any more
+        deadline = time.monotonic() + 60
+        while not (folder / "taken").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    found["streamed"] = [ids for _, ids in sorted(rows)]
+    (folder / "taken").touch()
+    found["seeds"] = trainer.rollout._seeds(4, len(prompts))
+    try:
+        # Only the other process asks for what is refused; the main one gets the error.
+        trainer.rollout.write([[5]], [{"max_tokens": 4, "temperature": -float(process)}])
+    except ServerError as error:
+        found["error"] = str(error)
+    trainer.rollout.close()
+    return found

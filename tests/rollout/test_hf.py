@@ -38,6 +38,11 @@ def lora(student):
     return get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
+def seeded(write, *given):
+    torch.manual_seed(0)
+    return write(*given)
+
+
 def by_trl(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
     """The completions of TRL: one padded batch, its own generation config."""
     inputs = trainer.pad_prompts(prompt_ids)
@@ -71,12 +76,10 @@ class TestTokens:
         vars(student.generation_config).update(of_checkpoint)
         trainer = make_writing(model=student, max_completion_length=32, **options)
         prompt_ids = trainer.tokenize(PROMPTS * 3)
-        torch.manual_seed(0)
-        written = trainer.complete(prompt_ids)
+        written = seeded(trainer.complete, prompt_ids)
         assert len({len(ids) for ids in written}) >= 3 or "forced_eos_token_id" in of_checkpoint
         student.generation_config.num_return_sequences, student.generation_config.return_dict_in_generate = 1, False
-        torch.manual_seed(0)
-        assert written == by_trl(trainer, prompt_ids)
+        assert written == seeded(by_trl, trainer, prompt_ids)
 
     @pytest.mark.parametrize("generation_kwargs", [{}, {"do_sample": False}, {"num_beams": 2}])
     def test_an_id_that_no_tokenizer_knows_is_never_generated(self, make_writing, generation_kwargs):
@@ -155,11 +158,9 @@ def test_no_copy_of_the_head_is_made_for_each_row(make_writing, shape, options):
     """torch multiplies a view that is not contiguous, as a prefill's last states are, by a frozen matrix row by row."""
     trainer = make_writing(model=shape(), teacher_model=shape(48, seed=1), **options)
     prompt_ids = trainer.tokenize(PROMPTS)
-    torch.manual_seed(0)
-    expected = by_trl(trainer, prompt_ids)
+    expected = seeded(by_trl, trainer, prompt_ids)
     with HeadProducts() as ours:
-        torch.manual_seed(0)
-        assert trainer.complete(prompt_ids) == expected
+        assert seeded(trainer.complete, prompt_ids) == expected
     assert "bmm" not in ours.names
     assert ours.names
     assert not trainer.model.get_output_embeddings()._forward_pre_hooks
@@ -188,26 +189,30 @@ def dropping_our_loop(self, custom_generate=None, *, theirs=GenerationMixin.gene
     return theirs(self, **given)
 
 
-class TestAnotherGenerate:
-    """A model whose `generate` is not the one of `transformers`."""
+class TestFallback:
+    """A model whose `generate` is not the one of `transformers`, or cannot do what our loop needs."""
 
     @pytest.mark.parametrize(
-        ("make", "reason"),
+        ("make", "patch", "reason"),
         [
-            (lambda: Overridden(tiny.qwen2().config), "Overridden has a `generate` of its own"),
-            (lambda: patched(tiny.qwen2(), sequences), "the `generate` of this Qwen2ForCausalLM was replaced"),
-            (lambda: lora(patched(tiny.qwen2(), sequences)), "the `generate` of this Qwen2ForCausalLM was replaced"),
+            (lambda: Overridden(tiny.qwen2().config), (), "Overridden has a `generate` of its own"),
+            (lambda: patched(tiny.qwen2(), sequences), (), "the `generate` of this Qwen2ForCausalLM was replaced"),
+            (lambda: lora(patched(tiny.qwen2(), sequences)), (), "`generate` of this Qwen2ForCausalLM was replaced"),
+            (tiny.qwen2, (DynamicCache, "reorder_cache", lambda self, places: self.renamed), "raises AttributeError"),
+            (tiny.qwen2, (DynamicCache, "reorder_cache", lambda self, places: None), "raises RuntimeError"),
+            (tiny.qwen2, (GenerationMixin, "generate", dropping_our_loop), "its `generate` ignores `custom_generate`"),
         ],
-        ids=["overridden", "patched", "lora"],
+        ids=["overridden", "patched", "lora", "another cache", "a cache that keeps rows", "a loop that is ignored"],
     )
-    def test_a_custom_generate_gives_the_tokens_of_its_own_loop(self, make_writing, caplog, make, reason):
+    def test_a_loop_that_cannot_work_gives_way_to_the_same_tokens(
+        self, make_writing, caplog, monkeypatch, make, patch, reason
+    ):
+        if patch:
+            monkeypatch.setattr(*patch)
         trainer = make_writing(model=make())
         prompt_ids = trainer.tokenize(PROMPTS)
-        torch.manual_seed(0)
-        written = trainer.complete(prompt_ids)
-        assert reason in caplog.text
-        torch.manual_seed(0)
-        assert written == by_trl(trainer, prompt_ids)
+        assert seeded(trainer.complete, prompt_ids) == seeded(by_trl, trainer, prompt_ids)
+        assert re.search(f"plain `generate`.*{reason}", caplog.text)
 
     @pytest.mark.parametrize(
         "ours",
@@ -224,8 +229,6 @@ class TestAnotherGenerate:
         with pytest.raises(ValueError, match="returned other rows than the prompts and at most 24 tokens"):
             trainer.rollout.complete(trainer.tokenize(PROMPTS), 0)
 
-
-class TestFallback:
     def test_plain_generate_is_announced_once_with_its_reason(self, make_writing, monkeypatch, caplog):
         trainer = make_writing()
         monkeypatch.setattr(trainer.model, "get_compiled_call", lambda config: pytest.fail("compiled"))
@@ -237,27 +240,6 @@ class TestFallback:
         announced = [record.getMessage() for record in caplog.records if "plain `generate`" in record.getMessage()]
         assert len(announced) == 2
         assert "`use_cache=False`" in announced[1]
-
-    @pytest.mark.parametrize(
-        ("owner", "name", "other", "reason"),
-        [
-            (DynamicCache, "reorder_cache", lambda self, places: self.renamed, "AttributeError"),
-            (DynamicCache, "reorder_cache", lambda self, places: None, "RuntimeError"),
-            (GenerationMixin, "generate", dropping_our_loop, "its `generate` ignores `custom_generate`"),
-        ],
-    )
-    def test_a_loop_that_cannot_work_gives_way_to_the_same_tokens(
-        self, make_writing, caplog, monkeypatch, owner, name, other, reason
-    ):
-        trainer = make_writing()
-        prompt_ids = trainer.tokenize(PROMPTS)
-        torch.manual_seed(0)
-        expected = trainer.complete(prompt_ids)
-        monkeypatch.setattr(owner, name, other)
-        trainer = make_writing(model=trainer.model)
-        torch.manual_seed(0)
-        assert trainer.complete(prompt_ids) == expected
-        assert re.search(f"plain `generate`.*without rows that have ended, Qwen2ForCausalLM .*{reason}", caplog.text)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["left", "plain generate"])

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
 import requests
 import torch
-from support import tiny
+from support import serving, tiny
 
 pytest.importorskip("vllm")
 
-import sglang_lab
 from alike import Alike, stir
 from server_lab import CONTEXT
 from vllm_lab import by_hf, gap, lora, student
@@ -29,10 +32,36 @@ from trl_opsd.rollout.sglang import SGLangServer
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
+@dataclass
+class Server:
+    """A running server."""
+
+    process: Popen[bytes]
+    options: dict[str, Any]
+    """Config options that point to it."""
+
+    def stop(self) -> None:
+        """Ends it with all of its processes, whatever they are doing."""
+        serving.end(self.process, seconds=0)
+
+
+@contextmanager
+def sglang(folder: Path, shape: str = "qwen2", tied: bool = True, *further: str) -> Iterator[Server]:
+    """A server of a random student; starting it takes about 17 seconds."""
+    student(folder / "student", shape, tied=tied, seed=5)
+    tiny.tokenizer().save_pretrained(folder / "student")
+    flags = ("--context-length", CONTEXT, "--max-total-tokens", 8192, "--max-running-requests", 16, *further)
+    with serving.sglang(str(folder / "student"), folder / "log", *map(str, flags)) as (url, process):
+        options = {"use_vllm": False, "sglang_server_url": url, "vllm_max_model_length": CONTEXT}
+        server = Server(process, options)
+        yield server
+        server.stop()
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Config options that point to an SGLang server with a tied head, for all tests that leave it alive."""
-    with sglang_lab.running(tmp_path_factory.mktemp("served")) as running:
+    with sglang(tmp_path_factory.mktemp("served")) as running:
         yield running.options
 
 
@@ -63,7 +92,7 @@ def test_a_completion_ends_with_the_context_of_the_server(serve):
 
 @pytest.mark.parametrize(("shape", "tied"), [("llama", False)])
 def test_other_families_are_synced_and_written_alike(make, tmp_path_factory, shape, tied):
-    with sglang_lab.running(tmp_path_factory.mktemp(shape), shape, tied) as server:
+    with sglang(tmp_path_factory.mktemp(shape), shape, tied) as server:
         trainer = make(shape=shape, tied=tied, top_k=1, **server.options)
         prompts = trainer.tokenize(tiny.PROMPTS)
         for _ in range(3):
@@ -104,7 +133,7 @@ def test_options_of_its_own_reach_a_server(serve):
 
 
 def test_a_server_that_exits_is_an_error_at_once(make, tmp_path_factory):
-    with sglang_lab.running(tmp_path_factory.mktemp("killed")) as server:
+    with sglang(tmp_path_factory.mktemp("killed")) as server:
         trainer = make(tied=True, **server.options)
         prompts = trainer.tokenize(tiny.PROMPTS)
         trainer.complete(prompts)
@@ -131,7 +160,7 @@ def test_a_server_that_exits_is_an_error_at_once(make, tmp_path_factory):
 def test_adapters_are_sent_in_the_request_after_each_step(make_trainer, tmp_path_factory):
     flags = ("--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", "all", "--lora-backend", "torch_native")
     folder = tmp_path_factory.mktemp("lora")
-    with sglang_lab.running(folder, "qwen2", False, *flags) as server:
+    with sglang(folder, "qwen2", False, *flags) as server:
         options = {**server.options, "vllm_weight_sync": "adapter", "max_completion_length": 12, "top_k": 1}
         trainer = make_trainer(model=str(folder / "student"), rollout=None, peft_config=lora(), **options)
         prompts, said = trainer.tokenize(tiny.PROMPTS), []
