@@ -137,46 +137,16 @@ def test_own_attention_is_called_and_ours_is_left_nowhere():
     assert len(calls) > 20, "in the prompts, and for each token after them"
 
 
-class TestSampled:
-    @pytest.mark.parametrize("name", SAMPLING)
-    @pytest.mark.quick
-    def test_the_tokens_and_the_random_state_are_those_of_generate(self, name):
-        model = tiny.qwen2().eval()
-        config = options(do_sample=True, **SAMPLING[name])
-        expected = plain(model, prompts(), config)
-        after = torch.get_rng_state()
-        check_raggedness(expected)
-        assert ragged(model, prompts(), config) == expected
-        assert torch.equal(torch.get_rng_state(), after)
-
-    def test_token_frequencies_match_their_probabilities(self):
-        """Chi-square, over all steps of a batch that rows keep leaving."""
-        vocabulary, rows = 11, 256
-        model = tiny.qwen2(vocab_size=vocabulary).eval()
-        with torch.no_grad():
-            # Every token looks the same, hence every position predicts the same distribution.
-            model.get_input_embeddings().weight[:] = model.get_input_embeddings().weight[1].clone()
-            model.get_output_embeddings().weight.mul_(0.1)
-            logits = model(torch.tensor([[3, 4]])).logits[0, -1].double() / 0.8
-        kept = logits.topk(9).indices
-        expected = torch.zeros(vocabulary, dtype=torch.float64)
-        expected[kept] = logits[kept].softmax(-1)
-
-        inputs = {"input_ids": torch.full((rows, 2), 3), "attention_mask": torch.ones(rows, 2, dtype=torch.long)}
-        rooms = [row % 64 + 1 for row in range(rows)]
-        config = options(tokens=64, ends=[], do_sample=True, temperature=0.8, top_k=9)
-        written = ragged(model, inputs, config, rooms=rooms)
-        assert [len(ids) for ids in written] == rooms
-        counts = torch.bincount(
-            torch.tensor([token for ids in written for token in ids]), minlength=vocabulary
-        ).double()
-        draws = counts.sum()
-        assert draws == sum(rooms) > 8000
-        assert counts[expected == 0].sum() == 0
-        seen = expected > 0
-        chi_square = ((counts - draws * expected)[seen] ** 2 / (draws * expected[seen])).sum()
-        assert seen.sum() == 9
-        assert chi_square < 26.1, "1 in 1000 for 8 degrees of freedom"
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.quick
+def test_the_tokens_and_the_random_state_are_those_of_generate(name):
+    model = tiny.qwen2().eval()
+    config = options(do_sample=True, **SAMPLING[name])
+    expected = plain(model, prompts(), config)
+    after = torch.get_rng_state()
+    check_raggedness(expected)
+    assert ragged(model, prompts(), config) == expected
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 class CountedDown(StoppingCriteria):

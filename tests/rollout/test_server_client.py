@@ -119,6 +119,7 @@ def drip(head: bytes, part: bytes) -> Callable[[Handler], None]:
 
 SLOW = {
     "nothing": None,
+    "request of TRL": None,
     "headers": drip(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
     "body": drip(b"HTTP/1.1 200 OK\r\nContent-Length: 60\r\n\r\n", b" "),
     "chunks": drip(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
@@ -129,22 +130,17 @@ SLOW = {
 @pytest.mark.parametrize("how", SLOW)
 def test_the_deadline_ends_a_request_which_is_sent_once(faults, how):
     speaker = client(faults)
-    faults.answers[ASKED] = SLOW[how]
+    asked = "/start_weight_update" if how == "request of TRL" else ASKED
+    faults.answers[asked] = SLOW[how]
     began = time.monotonic()
-    with pytest.raises(ServerError, match=r"/v1/completions did not respond within 1 seconds.*ddp_timeout"):
-        speaker.write([[5]], [{"max_tokens": 2}])
+    with pytest.raises(ServerError, match=rf"{asked} did not respond within 1 seconds.*ddp_timeout"):
+        speaker.write([[5]], [{"max_tokens": 2}]) if asked == ASKED else sender(speaker)._start_weight_update()
     assert time.monotonic() - began < DEADLINE + SLACK
-    assert faults.paths().count(ASKED) == 1
+    assert faults.paths().count(asked) == 1
     time.sleep(0.3)
     sent = faults.sent
     time.sleep(0.3)
     assert faults.sent == sent, "the connection is given up, not left behind"
-
-
-def test_requests_of_trl_have_the_deadline_too(faults):
-    with pytest.raises(ServerError, match="did not respond within 1 seconds"):
-        sender(client(faults))._start_weight_update()
-    assert faults.paths().count("/start_weight_update") == 1
 
 
 def test_a_proxy_is_asked_for_other_machines_alone(faults, monkeypatch):
@@ -178,8 +174,6 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "dropped": (raw(b""), r"failed \(ServerDisconnectedError.*see its log"),
     "cut off": (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}"), r"failed \(ClientPayloadError.*see its log"),
     "no json": (b"<html>", "<html>.*Invalid JSON"),
-    "deep": (b"[" * 100_000, "Invalid JSON"),
-    "no object": ([1], r"returned content=\[1\]: Input should be an object"),
     "too few": ({"choices": []}, r"choices=\[\]: List should have at least 1 item"),
     "too many": ({"choices": choice()["choices"] * 2}, "List should have at most 1 item"),
     "negative": (choice(token_ids=[7, -1]), r"token_ids\.1=-1: Input should be greater"),
@@ -191,7 +185,6 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     "scores nan": (json.dumps(choice(logprobs={"token_logprobs": [-1, float("nan")]})).encode(), "a finite number"),
     "prompt unscored": (choice(prompt_logprobs=[None]), "0 of 1 log-prob.*, prompt_logprobs"),
     "prompt misscored": (choice(prompt_logprobs=[None, {"7": {"logprob": 1}}]), "0 of 1 log-prob"),
-    "prompt scored x": (choice(prompt_logprobs=[None, {"6": {"logprob": "x"}}]), "logprob='x'"),
 }
 
 
