@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 
@@ -20,6 +19,7 @@ TOLD = {
     "returns a number": (call("misbehave", how="number"), "\n3.5\n"),
     "returns nothing": (call("misbehave", how="nothing"), "\nNone\n"),
     "returns rows": (call("misbehave", how="rows"), "[{'id': 1}, {'id': 2}]"),
+    "returns odd text": (call("misbehave", how="odd text"), "\n? odd \n"),
     "returns an image": (call("misbehave", how="image"), "{'error': 'This tool returned an image"),
     "returns an array": (call("misbehave", how="array"), "[0 1]"),
     "awaits in its own way": (call("misbehave", how="await in its own way"), "\nwaited\n"),
@@ -114,17 +114,8 @@ def test_feedback_that_fails_is_none(trained, caplog):
 
 
 def test_functions_may_be_async_which_trl_refuses(trained):
-    async def add(number: int) -> str:
-        """Adds one.
-
-        Args:
-            number: To what.
-        """
-        await asyncio.sleep(0)
-        return str(number + 1)
-
-    trainer = trained(**given(once(call(number=6)), None), tools=[add])
-    assert "\n7\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0]).split("<tool_response>")[-1]
+    trainer = trained(**given(once(call("wait", seconds=0)), None), tools=[Adder().wait])
+    assert "\nwaited 0\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0]).split("<tool_response>")[-1]
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
 
 

@@ -88,6 +88,7 @@ class Adder:
             "image": [{"type": "text", "text": "a map"}, {"type": "image", "image": object()}],
             "nothing": None,
             "rows": [{"id": 1}, {"id": 2}],
+            "odd text": "\ud800 odd \0",
         }[how]
 
     def get_reward(self) -> float:

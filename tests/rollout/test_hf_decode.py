@@ -14,7 +14,6 @@ from transformers import (
     GenerationConfig,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -31,7 +30,6 @@ SAMPLING: dict[str, Any] = {
     "kwargs": {"no_repeat_ngram_size": 2, "min_new_tokens": 3, "typical_p": 0.9, "bad_words_ids": [[5], [6, 7]]},
     # these keep a state for each row of the batch
     "penalty": {"top_k": 0, "encoder_repetition_penalty": 1.5},
-    "watermark": {"top_k": 0, "watermarking_config": WatermarkingConfig(bias=4.0)},
     "synthid": {"top_k": 0, "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
 }
 
@@ -94,9 +92,8 @@ def check_raggedness(completions: list[list[int]]) -> None:
         (MODELS, {}, {}),
         (MODELS, {"repetition_penalty": 1.3}, {}),
         (("qwen2", "gpt2", "gemma2"), {}, {"cache_implementation": "static"}),
-        (("qwen2",), {}, {"prefill_chunk_size": 4}),
     ],
-    ids=["greedy", "penalty", "static cache", "chunked prefill"],
+    ids=["greedy", "penalty", "static cache"],
 )
 def test_a_row_that_leaves_changes_no_token_of_another(names, of_both, of_ours):
     for name in names:
