@@ -10,7 +10,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationMixin,
+    Qwen2ForCausalLM,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.models.padding import BatchPolicy
@@ -61,25 +68,29 @@ class TestTokens:
             ({"top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.2}, {}),
             ({"generation_kwargs": {"no_repeat_ngram_size": 2}, "cache_implementation": "static"}, {}),
             ({"generation_kwargs": {"do_sample": False, "num_beams": 2}}, {}),
+            ({"generation_kwargs": {"min_new_tokens": 3, "typical_p": 0.9}}, {}),
             ({}, {"num_return_sequences": 2}),
             ({}, {"return_dict_in_generate": True, "output_scores": True}),
             ({}, {"suppress_tokens": [7, 9], "begin_suppress_tokens": [11], "bad_words_ids": [[5], [6, 7]]}),
             ({}, {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.1)}),
             ({}, {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash", context_width=2)}),
+            ({}, {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])}),
+            ({}, {"encoder_repetition_penalty": 1.5}),
             ({}, {"cache_implementation": "static", "prefill_chunk_size": 4}),
             ({}, {"num_beams": 2}),
         ],
         ids=lambda given: next(iter(given), ""),
     )
-    def test_options_give_the_tokens_of_trl(self, make_writing, options, of_checkpoint):
+    def test_options_give_the_tokens_and_the_random_state_of_trl(self, make_writing, options, of_checkpoint):
         student = tiny.qwen2()
         vars(student.generation_config).update(of_checkpoint)
         trainer = make_writing(model=student, max_completion_length=32, **options)
         prompt_ids = trainer.tokenize(PROMPTS * 3)
-        written = seeded(trainer.complete, prompt_ids)
+        written, state = seeded(trainer.complete, prompt_ids), torch.get_rng_state()
         assert len({len(ids) for ids in written}) >= 3 or "forced_eos_token_id" in of_checkpoint
         student.generation_config.num_return_sequences, student.generation_config.return_dict_in_generate = 1, False
         assert written == seeded(by_trl, trainer, prompt_ids)
+        assert torch.equal(torch.get_rng_state(), state)
 
     @pytest.mark.parametrize("generation_kwargs", [{}, {"do_sample": False}, {"num_beams": 2}])
     def test_an_id_that_no_tokenizer_knows_is_never_generated(self, make_writing, generation_kwargs):
@@ -109,12 +120,26 @@ class TestTokens:
         written = trainer.complete([list(range(3, 253)), [5], list(range(3, 254)), [6, 7], list(range(3, 259))])
         assert [len(ids) for ids in written] == [6, 24, 5, 24, 0]
 
-    @pytest.mark.parametrize("make", [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2, lambda: lora(tiny.qwen2())])
-    def test_each_pass_reads_the_rows_that_have_not_ended(self, make_writing, make):
-        trainer = make_writing(model=make())
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [
+            (tiny.qwen2, {}),
+            (tiny.llama, {"generation_kwargs": {"do_sample": False}, "repetition_penalty": 1.3}),
+            (tiny.gpt2, {}),
+            (tiny.gpt2, {"cache_implementation": "static"}),
+            (lambda: tiny.gemma2(sliding_window=8), {}),
+            (lambda: tiny.gemma2(sliding_window=8), {"cache_implementation": "static"}),
+            (lambda: lora(tiny.qwen2()), {}),
+        ],
+        ids=["qwen2", "llama, greedy", "gpt2", "gpt2, static", "gemma2", "gemma2, static", "LoRA"],
+    )
+    def test_each_pass_reads_the_rows_that_have_not_ended(self, make_writing, make, options):
+        trainer = make_writing(model=make(), **options)
         trainer.rollout.prove()
-        reads = Reads(trainer.model)
-        lengths = [len(ids) for ids in trainer.complete(trainer.tokenize(PROMPTS * 3))]
+        prompt_ids = trainer.tokenize(PROMPTS * 3)
+        expected, reads = seeded(by_trl, trainer, prompt_ids), Reads(trainer.model)
+        assert seeded(trainer.complete, prompt_ids) == expected
+        lengths = list(map(len, expected))
         assert len(set(lengths)) >= 3
         assert reads.rows == [sum(length > token for length in lengths) for token in range(max(lengths))]
 

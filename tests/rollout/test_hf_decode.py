@@ -1,4 +1,4 @@
-"""A row that leaves the batch changes no token of any other row: our decoding loop against that of `generate`."""
+"""Our decoding loop against that of `generate`; `test_hf.py` has it with the options of a trainer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support import tiny
 from torch.nn import functional
-from transformers import (
-    GenerationConfig,
-    StoppingCriteria,
-    SynthIDTextWatermarkingConfig,
-)
+from transformers import GenerationConfig, StoppingCriteria
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -23,15 +18,6 @@ from trl_opsd.types.rollout import cut_after_end
 
 ENDS = list(range(0, tiny.VOCABULARY, 12))
 """So many end tokens that the rows of a batch end one after the other."""
-
-SAMPLING: dict[str, Any] = {
-    "plain": {"temperature": 1.0, "top_k": 0},
-    "all": {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
-    "kwargs": {"no_repeat_ngram_size": 2, "min_new_tokens": 3, "typical_p": 0.9, "bad_words_ids": [[5], [6, 7]]},
-    # these keep a state for each row of the batch
-    "penalty": {"top_k": 0, "encoder_repetition_penalty": 1.5},
-    "synthid": {"top_k": 0, "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
-}
 
 
 def prompts(rows: int = 12) -> dict[str, torch.Tensor]:
@@ -67,42 +53,6 @@ def ragged(
     return model.generate(**inputs, generation_config=config, custom_generate=loop, **seen)
 
 
-def lora() -> Any:
-    return get_peft_model(tiny.qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-
-
-MODELS = {
-    "qwen2": tiny.qwen2,
-    "llama": tiny.llama,
-    # A random model with a tied head repeats its last token for ever.
-    "gpt2": lambda: tiny.gpt2(tie_word_embeddings=False),
-    "gemma2": lambda: tiny.gemma2(sliding_window=8, tie_word_embeddings=False),
-    "lora": lora,
-}
-
-
-def check_raggedness(completions: list[list[int]]) -> None:
-    assert len({len(ids) for ids in completions}) >= 4, "rows must end at different times for this to mean anything"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("names", "of_both", "of_ours"),
-    [
-        (MODELS, {}, {}),
-        (MODELS, {"repetition_penalty": 1.3}, {}),
-        (("qwen2", "gpt2", "gemma2"), {}, {"cache_implementation": "static"}),
-    ],
-    ids=["greedy", "penalty", "static cache"],
-)
-def test_a_row_that_leaves_changes_no_token_of_another(names, of_both, of_ours):
-    for name in names:
-        model = MODELS[name]().eval()
-        expected = plain(model, prompts(), options(**of_both))
-        check_raggedness(expected)
-        assert ragged(model, prompts(), options(**of_both, **of_ours)) == expected, name
-
-
 def test_masked_token_reads_each_shared_key_once(monkeypatch):
     model, shapes = tiny.qwen2(num_attention_heads=4, num_key_value_heads=2), []
     attend = functional.scaled_dot_product_attention
@@ -132,18 +82,6 @@ def test_own_attention_is_called_and_ours_is_left_nowhere():
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
     assert len(calls) > 20, "in the prompts, and for each token after them"
-
-
-@pytest.mark.parametrize("name", SAMPLING)
-@pytest.mark.quick
-def test_the_tokens_and_the_random_state_are_those_of_generate(name):
-    model = tiny.qwen2().eval()
-    config = options(do_sample=True, **SAMPLING[name])
-    expected = plain(model, prompts(), config)
-    after = torch.get_rng_state()
-    check_raggedness(expected)
-    assert ragged(model, prompts(), config) == expected
-    assert torch.equal(torch.get_rng_state(), after)
 
 
 class CountedDown(StoppingCriteria):
