@@ -112,13 +112,15 @@ class TestTokens:
     @pytest.mark.parametrize("plain", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
     def test_a_row_whose_context_is_full_shortens_no_other(self, make_trainer, plain):
         trainer = make_trainer(
-            model=tiny.gpt2(),
+            model=tiny.gpt2(tie_word_embeddings=False),
             teacher_model=tiny.gpt2(48, 1),
             rollout=HFRollout(),
-            generation_kwargs={"min_new_tokens": 24, **plain},
+            generation_kwargs={"min_new_tokens": 24, "do_sample": False, **plain},
         )
-        written = trainer.complete([list(range(3, 253)), [5], list(range(3, 254)), [6, 7], list(range(3, 259))])
+        prompt_ids = [list(range(3, 253)), [5], list(range(3, 254)), [6, 7], list(range(3, 259))]
+        written = trainer.complete(prompt_ids)
         assert [len(ids) for ids in written] == [6, 24, 5, 24, 0]
+        assert written == [trainer.complete([ids])[0] for ids in prompt_ids]
 
     @pytest.mark.parametrize(
         ("make", "options"),

@@ -29,9 +29,9 @@ def prompts(rows: int = 12) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def options(tokens: int = 24, ends: list[int] = ENDS, **given: Any) -> GenerationConfig:
+def options(ends: list[int] = ENDS, **given: Any) -> GenerationConfig:
     given = {"do_sample": False, "disable_compile": True, **given}
-    return GenerationConfig(max_new_tokens=tokens, eos_token_id=ends, pad_token_id=0, **given)
+    return GenerationConfig(max_new_tokens=24, eos_token_id=ends, pad_token_id=0, **given)
 
 
 def plain(model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig) -> list[list[int]]:
@@ -40,15 +40,9 @@ def plain(model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig)
     return [cut_after_end(ids, config.eos_token_id) for ids in written]
 
 
-def ragged(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    config: GenerationConfig,
-    rooms: list[int] | None = None,
-    **seen: Any,
-) -> list[list[int]]:
+def ragged(model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, **seen: Any) -> list[list[int]]:
     torch.manual_seed(0)
-    rooms = rooms or [config.max_new_tokens] * len(inputs["input_ids"])
+    rooms = [config.max_new_tokens] * len(inputs["input_ids"])
     loop = RaggedDecoding(max_new_tokens=rooms, collective=False)
     return model.generate(**inputs, generation_config=config, custom_generate=loop, **seen)
 
@@ -98,20 +92,6 @@ class CountedDown(StoppingCriteria):
 def test_a_stopping_criterion_keeps_its_state_per_row():
     written = ragged(tiny.qwen2().eval(), prompts(), options(ends=[]), stopping_criteria=[CountedDown(12)])
     assert [len(ids) for ids in written] == [row % 9 + 1 for row in range(12)]
-
-
-def test_a_row_whose_context_is_full_shortens_no_other():
-    """Three rows of a model with 256 positions; the first has 6 of them left."""
-    model = tiny.gpt2(tie_word_embeddings=False).eval()
-    long, short = list(range(3, 253)), [7, 8]
-    mask = torch.ones(3, 250, dtype=torch.long)
-    mask[1:, :-2] = 0
-    inputs = {"input_ids": torch.tensor([long, [0] * 248 + short, [0] * 248 + short]), "attention_mask": mask}
-    full, free = (
-        plain(model, {"input_ids": torch.tensor([prompt])}, options(tokens=tokens, ends=[]))[0]
-        for prompt, tokens in ((long, 6), (short, 24))
-    )
-    assert ragged(model, inputs, options(ends=[]), rooms=[6, 24, 17]) == [full, free, free[:17]]
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -25,6 +25,7 @@ from vllm_lab import by_hf, gap, student, two_end_tokens
 
 from trl_opsd._compat.vllm import supported
 from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd.types.rollout import cut_after_end
 
 pytestmark = pytest.mark.vllm
 
@@ -50,7 +51,8 @@ def test_greedy_tokens_equal_those_of_generate(make, shape, tied):
     assert len({tuple(ids) for ids in expected}) == len(prompts), "the prompts can be told apart by their completions"
 
 
-def test_a_second_end_token_ends_a_completion(make, tmp_path):
+@pytest.mark.filterwarnings("ignore:`generation_kwargs`")
+def test_end_tokens_of_the_model_or_of_an_option_end_a_completion(make, tmp_path):
     model = student(tmp_path / "student")
     free = make(model=model, top_k=1)
     prompts = free.tokenize(tiny.PROMPTS)
@@ -59,10 +61,20 @@ def test_a_second_end_token_ends_a_completion(make, tmp_path):
 
     trainer = make(model=model, processing_class=words, top_k=1)
     completions = trainer.rollout.complete(prompts, 0)
-
     assert trainer.processing_class.pad_token_id == words.eos_token_id in end_ids, "pad is an end token"
     assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == end_ids
     assert completions == by_hf(trainer, prompts), "ended by the engine itself, not cut afterwards"
+
+    end = unended[0][3]
+    options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": [end]}
+    given = make(model=model, generation_kwargs=options)
+    assert given.eos_token_ids == [end]
+    completions = given.complete(prompts)
+    assert max(map(len, completions)) == 12
+    for mine, theirs in zip(completions, unended, strict=True):
+        expected = cut_after_end(theirs[:12], [end])
+        assert mine[: len(expected)] == expected  # the tokenizer's own end token is a token like any other
+        assert len(mine) == len(expected) or end not in expected
 
 
 def test_an_id_beyond_the_vocabulary_is_never_sampled(make, tmp_path):
@@ -110,27 +122,6 @@ def test_sampling_options_reach_vllm(make):
     digits = make(vllm_structured_outputs_regex="[0-9]{3}")
     texts = digits.processing_class.batch_decode(digits.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
-
-
-@pytest.mark.filterwarnings("ignore:`generation_kwargs`")
-def test_generation_kwargs_override_the_options(make):
-    """Under vLLM's names; greedy, so that completions only differ in where they end."""
-    trainer = make(max_completion_length=24, generation_kwargs={"temperature": 0.0, "max_tokens": 12})
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    greedy = trainer.complete(prompts)
-    assert max(map(len, greedy)) == 12
-    end = max(greedy, key=len)[3]
-
-    ended = make(generation_kwargs={"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": [end]})
-    completions = ended.complete(prompts)
-
-    assert ended.eos_token_ids == [end]
-    assert any(end in theirs for theirs in greedy)
-    for mine, theirs in zip(completions, greedy, strict=True):
-        if end in theirs:
-            assert mine == theirs[: theirs.index(end) + 1]
-        else:  # the tokenizer's own end token is a token like any other
-            assert mine[: len(theirs)] == theirs
 
 
 def test_answers_to_other_prompts_are_an_error(make, monkeypatch):
