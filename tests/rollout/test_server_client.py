@@ -386,19 +386,7 @@ def test_untaken_rows_are_cancelled(server, ask, how, taken):
     until(lambda: server.given_up == set(range(taken, 4)))
 
 
-def test_cancelling_rows_wakes_a_thread_waiting_for_them(server, ask):
-    rows, found = ask(), []
-    taking = threading.Thread(target=lambda: found.extend(rows), daemon=True)
-    taking.start()
-    server.end(1)
-    until(lambda: found)
-    rows.close()
-    taking.join(SECONDS)
-    assert not taking.is_alive()
-    assert [number for number, _ in found] == [1]
-
-
-def test_cancelling_reaches_a_checked_stream_in_another_thread(server, ask):
+def test_cancelling_ends_the_wait_of_a_checked_stream_in_another_thread(server, ask):
     rows = ask()
     read = Closable(((number, row.completion_ids) for number, row in rows), rows.close)
     host: Any = SimpleNamespace(eos_token_ids=(), limits=SimpleNamespace(check_completion=lambda *_: None))
@@ -406,6 +394,8 @@ def test_cancelling_reaches_a_checked_stream_in_another_thread(server, ask):
     server.end(1)
     assert pulled.take(wait=True) == [(1, [7, 7])]
     pulled.close()
+    with pytest.raises(StopIteration):
+        pulled.take(wait=True)
     until(lambda: server.given_up == {0, 2, 3})
 
 

@@ -16,7 +16,7 @@ from support.tool_calls import words
 
 pytest.importorskip("vllm")
 
-from vllm_lab import student
+from vllm_lab import lora, student
 
 from trl_opsd._compat.vllm.process import launcher_environment
 from trl_opsd.data import datasets
@@ -71,33 +71,6 @@ def test_a_student_whose_weights_cannot_be_sent_is_refused():
     host = LoneHost(model, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
     with pytest.raises(ValueError, match=r"with a quantized student is not supported.*or set `use_vllm=False`"):
         synced.check_student(host)
-
-
-@pytest.mark.quick
-def test_engine_without_adapters_is_gone_before_the_next_starts(monkeypatch):
-    loaded = []
-
-    class Engine:
-        def __init__(self, mode):
-            weights = torch.zeros(8)
-            if mode == "adapter":
-                loaded.append(weakref.ref(weights))
-                raise ValueError("Toy does not support LoRA yet.")
-            assert loaded[0]() is None, "two engines' weights in memory"
-
-    class Rollout(backend.VLLMRollout):
-        def __init__(self):
-            self._mode = "adapter"
-
-        def _engine_arguments(self):
-            return {"mode": self._mode}
-
-        def _choose_sync(self, against):
-            self._mode = "full"
-
-    monkeypatch.setattr("trl_opsd.rollout.vllm.VLLMEngine", Engine)
-    assert isinstance(Rollout()._started(), Engine)
-    assert len(loaded) == 1
 
 
 @pytest.mark.quick
@@ -205,3 +178,21 @@ def test_longer_prompts_of_later_datasets_are_refused_before_generation(make_rec
     with pytest.raises(ValueError, match=r"The prompt in row 0 of an evaluation batch has 61 tokens.*of the engine"):
         trainer.evaluate(rows(61).to_iterable_dataset())
     assert trainer.rollout.engine.written == written
+
+
+@pytest.mark.quick
+def test_engine_without_adapters_is_gone_before_the_next_starts(make_recorded, monkeypatch):
+    loaded = []
+
+    class WithoutAdapters(Recorder):
+        def __init__(self, **options):
+            super().__init__(**options)
+            weights = torch.zeros(8)
+            if options.get("enable_lora"):
+                loaded.append(weakref.ref(weights))
+                raise ValueError("Toy does not support LoRA yet.")
+            assert loaded[0]() is None, "two engines' weights in memory"
+
+    monkeypatch.setattr(backend, "VLLMEngine", WithoutAdapters)
+    assert make_recorded(peft_config=lora()).rollout._mode == "full"
+    assert len(loaded) == 1
