@@ -135,18 +135,9 @@ def test_proof_finds_a_tower_that_is_not_sent(seeing, monkeypatch):
         trainer.complete(prompts_of(trainer))
 
 
-@pytest.mark.refusal
-@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
-def test_a_missing_torchvision_is_named(seeing):
-    with pytest.raises(ModuleNotFoundError, match="torchvision"):
-        seeing("qwen2_5_vl")
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("both_ways", "supported", "blind"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-def test_attention_that_ignores_later_image_tokens_is_known(monkeypatch, both_ways, supported, blind):
+@pytest.mark.parametrize(("both_ways", "supported"), [(True, False), (True, True), (False, False)])
+def test_attention_that_ignores_later_image_tokens_is_known(monkeypatch, both_ways, supported):
     """As vLLM's on a CPU, which computes a Gemma 3 that attends to all tokens of an image as if it did not."""
     backends = [SimpleNamespace(supports_mm_prefix=lambda one=one: one) for one in (True, supported)]
     config = SimpleNamespace(is_mm_prefix_lm=both_ways)
