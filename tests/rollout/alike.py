@@ -14,7 +14,7 @@ import tcp_transfer
 import torch
 import vllm_lab
 from server_lab import CONTEXT
-from support import forks, fsdp_on_cpu, tiny
+from support import forks, tiny
 from test_vllm_sync import Watch
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
@@ -223,7 +223,6 @@ def in_two(folder: Path, server: dict[str, object]) -> dict[str, Any]:
     """In one of two processes with a sharded student: both generate with one server and return the completions."""
     tcp_transfer.use(pytest.MonkeyPatch())
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
-    fsdp_on_cpu.allow()
     options = {"top_k": 1, "learning_rate": 2e-3, "per_device_train_batch_size": 1, **server}
     trainer = vllm_lab.trainer(
         folder, model=str(folder / "student"), teacher_model=teacher, peft_config=lora(), **options

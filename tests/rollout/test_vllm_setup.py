@@ -51,7 +51,7 @@ def test_an_option_that_cannot_work_with_vllm_is_refused(make, given, message):
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        ({"num_hidden_layers": 3}, "has num_hidden_layers=3, but the student has 2"),
+        ({"vocab_size": 300}, "has vocab_size=300, but the student has 259"),
         # as with `FineGrainedFP8Config(dequantize=True)`: vLLM would quantize the weights it is sent
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantized, so vLLM would build a quantized model"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support import forks, fsdp_on_cpu, tiny
+from support import forks, tiny
 
 pytest.importorskip("vllm")
 
@@ -39,7 +39,6 @@ def in_two(folder: Path, names: list[str], size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in names:
         sync, adapter = VARIANTS[name]
-        fsdp_on_cpu.allow()
         trainer = vllm_lab.trainer(
             folder / name,
             model=str(folder / "student"),

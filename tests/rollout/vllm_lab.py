@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support import tiny
+from support import fsdp_on_cpu, tiny
 from transformers import (
     AutoModelForCausalLM,
     GPTBigCodeConfig,
@@ -123,9 +123,11 @@ def trainer(
     arguments = {name: given.pop(name) for name in names}
     model = arguments.pop("model", None) or student(folder / "student", shape, tied)
     options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
+    args = tiny.config(folder / "out", **options)
+    fsdp_on_cpu.allow()
     return cls(
         model=model,
-        args=tiny.config(folder / "out", **options),
+        args=args,
         processing_class=arguments.pop("processing_class", None) or tiny.tokenizer(),
         teacher_model=arguments.pop("teacher_model", None) or tiny.qwen2(48, seed=1),
         **{"train_dataset": tiny.rows(), **arguments},
