@@ -138,7 +138,7 @@ class TestTokens:
     def test_each_pass_reads_the_rows_that_have_not_ended(self, make_writing, make, options):
         trainer = make_writing(model=make(), **options)
         trainer.rollout.prove()
-        prompt_ids = trainer.tokenize(PROMPTS * 3)
+        prompt_ids = trainer.tokenize(tiny.PROMPTS * 2)
         expected, reads = seeded(by_trl, trainer, prompt_ids), Reads(trainer.model)
         assert seeded(trainer.complete, prompt_ids) == expected
         lengths = list(map(len, expected))
