@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-from environments.worlds import END, Adder, Scripted, call, given, rows
+from environments.worlds import END, Adder, Scripted, call, given, once, rows
 from support import tiny
 
 
@@ -93,22 +94,11 @@ def test_a_step_takes_as_long_as_its_longest_row(make_trainer):
         per_device_train_batch_size=1,
         gradient_accumulation_steps=8,
         overlap="step",
-        logging_steps=1,
     )
     trainer.rollout.seconds = 0.3
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["overlap/first_backward"] < log["overlap/last_row"], "it learns while others act"
-
-
-def test_server_error_is_raised_where_rows_are_taken(make_trainer):
-    class Down(Server):
-        def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-            raise ConnectionError("gone")
-
-    trainer = make_trainer(**given(turns, rollout=Down(turns)))
-    with pytest.raises(ConnectionError, match="gone"):
-        trainer.score(list(trainer.train_dataset))
 
 
 def test_a_batch_that_failed_leaves_nothing_for_the_next(make_trainer):
@@ -121,3 +111,42 @@ def test_a_batch_that_failed_leaves_nothing_for_the_next(make_trainer):
     batch = trainer.score(fewer)
     assert len(batch.rollout.completion_ids) == len(fewer)
     assert [one.total for one in trainer.environments] == [1 + 2, 1]
+
+
+def test_rows_of_a_failed_batch_are_forgotten_and_never_act_again(make_trainer):
+    early, going, gone = threading.Event(), threading.Event(), threading.Event()
+
+    class Failing(Server):
+        fails = True
+
+        def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Any:
+            fails, self.fails = self.fails, False
+
+            def ask(number: int, ids: list[int]) -> list[int]:
+                text = f"done{END}"
+                if fails and number == 0:
+                    assert early.wait(20)
+                    raise ConnectionError("gone")
+                if fails and number == 1:
+                    going.wait(20)
+                    gone.set()
+                    text = call(number=1000)
+                elif fails:
+                    text = f"early{END}"
+                    threading.Timer(0.3, early.set).start()
+                return self.tokenizer(text)["input_ids"]
+
+            return ask
+
+    dataset = rows(3, start=[30, 40, 50])
+    trainer = make_trainer(**given(once(END), rollout=Failing(None), train_dataset=dataset))
+    with pytest.raises(ConnectionError, match="gone"):
+        trainer.score(list(dataset))
+    batch = trainer.score(list(dataset)).rollout
+    assert list(map(trainer.processing_class.decode, batch.completion_lists())) == [f"done{END}"] * 3
+    going.set()
+    assert gone.wait(20)
+    for thread in threading.enumerate():
+        if thread.name == "trl_opsd row":
+            thread.join(20)
+    assert [one.total for one in trainer.environments] == [30, 40, 50]

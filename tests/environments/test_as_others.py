@@ -86,6 +86,7 @@ def grpo(folder: Path, environment: Any, turns: Any, dataset: Any) -> Fixed:
     return trainer
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
 def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
     turns = lambda prompt: [call(number=2), call("misbehave", how="raise"), f"two{END}"][  # noqa: E731
@@ -112,8 +113,8 @@ def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
 @pytest.mark.long
 @pytest.mark.distributed
 def test_two_processes_act_out_the_tasks_of_one(tmp_path):
-    two = forks.results("ddp", tasks, tmp_path / "two", Drawn, None, 2, 4)[0]
-    odd = forks.results("ddp", tasks, tmp_path / "odd", Drawn, None, 8, 4)[0]
+    two = forks.results("ddp", tasks, tmp_path / "two", 2, 4)[0]
+    odd = forks.results("ddp", tasks, tmp_path / "odd", 8, 4)[0]
     one = tasks(tmp_path / "one")
     assert two["train"] == one["train"]
     assert flat(two["eval"])[: 2 * 6] == flat(one["eval"])
@@ -139,10 +140,14 @@ def test_metrics_are_those_of_all_rows(tmp_path):
     assert one["eval_completions/min_length"] < one["eval_completions/mean_length"] - 1
 
 
+class DrawnAndTold(Drawn, Told):
+    """The weights after a training tell its tasks."""
+
+
 def test_resumed_weights_are_those_of_an_uninterrupted_run(make_trainer, tmp_path):
     def trainer(folder: str, steps: int) -> Any:
         return make_trainer(
-            **given(once(call(number=1)), Told, train_dataset=rows(8, start=list(range(8))), max_steps=steps),
+            **given(once(call(number=1)), DrawnAndTold, train_dataset=rows(8), max_steps=steps),
             output_dir=str(tmp_path / folder),
             save_strategy="steps",
             save_steps=2,

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import sqlite3
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from environments.worlds import END, Adder, Drawn, Told, call, flat, given, once, rows, tasks
+from datasets import IterableDataset
+from environments.worlds import END, Adder, Drawn, Told, call, given, once, rows
 from small_methods import Discounted
 from support import tiny
 from turns import EqualTurns
-from visits import SkipNear
 
 from trl_opsd.types import Rollout
 
@@ -27,25 +26,6 @@ def batch_of(trainer: Any, dataset: Any = None) -> Rollout:
 
 
 @pytest.mark.quick
-def test_ids_are_only_ever_appended_to(make_trainer):
-    turns = lambda prompt: [call(number=2), call(number=3), f"five{END}"][prompt.count("<tool_response>")]  # noqa: E731
-    trainer = make_trainer(**given(turns))
-    rollout = batch_of(trainer)
-    tokenizer, asked = trainer.processing_class, trainer.rollout.asked
-    assert len(asked) == 3
-    for row, (prompt, completion) in enumerate(zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)):
-        assert asked[0][row] == prompt
-        text = tokenizer.decode(completion)
-        for turn, answer in enumerate(("2", "5"), start=1):
-            generated = asked[turn][row][: len(asked[turn - 1][row])]
-            assert generated == asked[turn - 1][row]
-            assert f"<tool_response>\n{answer}\n</tool_response>" in text
-        assert asked[2][row] == (prompt + completion)[: len(asked[2][row])]
-        weights = rollout.weights[row][: len(completion)]
-        learned = tokenizer.decode(torch.tensor(completion)[weights == 1])
-        assert learned == call(number=2) + call(number=3) + f"five{END}"
-
-
 def test_each_row_has_its_own_environment_which_is_reset_again(trained):
     trainer = trained(
         **given(once(call(number=1)), train_dataset=rows(4, start=[0, 10, 20, 30]), max_steps=2),
@@ -61,11 +41,17 @@ def test_each_row_has_its_own_environment_which_is_reset_again(trained):
     assert log["time/act"] > 0
 
 
-def test_observation_ends_the_prompt_and_context_is_the_teachers(make_trainer):
-    trainer = make_trainer(**given(once(call(number=1)), Told, train_dataset=rows(2, start=[5, 6])))
-    seen = []
+def taught(trainer: Any) -> list[Rollout]:
+    """The rollouts that its teachers will see."""
+    seen: list[Rollout] = []
     teach = trainer.teaching.teachers.targets
     trainer.teaching.teachers.targets = lambda rollout, *rest: seen.append(rollout) or teach(rollout, *rest)
+    return seen
+
+
+def test_observation_ends_the_prompt_and_context_is_the_teachers(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), Told, train_dataset=rows(2, start=[5, 6])))
+    seen = taught(trainer)
     rollout = batch_of(trainer)
     decode = trainer.processing_class.decode
     assert "count 0 from 5<|im_end|>" in decode(rollout.prompt_lists()[0])
@@ -91,44 +77,21 @@ def test_feedback_after_the_episode_teaches_as_a_context_known_before(trained):
     assert losses[0] == losses[1]
 
 
-def test_self_teacher_teaches_only_where_environments_tell_it_something(make_trainer):
-    class Some(Adder):
-        def get_feedback(self) -> str | None:
-            return None if self.total == 1 else "too far"
+@pytest.mark.parametrize("gate", [None, 0.5])
+def test_self_teacher_teaches_only_where_environments_tell_it_something(make_trainer, gate):
+    said = ["too far", None, "", " \n", {"not": "text"}, 7, "word " * 3000, "too near"]
+
+    class Saying(Adder):
+        def get_feedback(self) -> Any:
+            return said[self.total - 1]
 
     trainer = make_trainer(
-        **given(once(call(number=1)), Some, teacher_model=None, train_dataset=rows(2, start=[0, 7])),
+        **given(once(call(number=1)), Saying, teacher_model=None, train_dataset=rows(8, start=list(range(8)))),
         teacher_model_kind="base",
+        reward_gate=gate,
     )
-    weights = batch_of(trainer).weights
-    assert weights[0].sum() == 0
-    assert weights[1].sum() > 0
-
-
-def test_connections_may_be_kept_that_are_bound_to_a_thread(make_trainer):
-    class Database:
-        def reset(self, **_: Any) -> None:
-            self.it = sqlite3.connect(":memory:")  # raises in another thread
-            self.it.execute("create table t as select 7 as n")
-
-        def query(self, sql: str) -> str:
-            """Runs a query.
-
-            Args:
-                sql: The query.
-
-            Returns:
-                The rows.
-            """
-            return str(self.it.execute(sql).fetchall())
-
-        def get_reward(self) -> float:
-            return float(self.it.execute("select n from t").fetchone()[0])
-
-    trainer = make_trainer(**given(once(call("query", sql="select n from t")), Database, eval_dataset=rows(2)))
-    found = trainer.evaluate()
-    assert found["eval_rewards/Database/mean"] == 7
-    assert "[(7,)]" in trainer.processing_class.decode(trainer.rollout.asked[-1][0])
+    teaches = batch_of(trainer).weights.sum(1) > 0
+    assert teaches.tolist() == [isinstance(one, str) and one.startswith("too") for one in said]
 
 
 def test_what_an_environment_awaits_goes_on_while_the_student_generates(make_trainer):
@@ -158,17 +121,22 @@ def test_what_an_environment_awaits_goes_on_while_the_student_generates(make_tra
 
 
 def test_rewards_of_environments_stand_beside_those_of_functions(make_trainer):
-    def close(environments, completions, start, **_):
+    def World(environments, completions, start, **_):
         assert len(environments) == len(completions) == len(start)
         return [float(one.total == 11) for one in environments]
 
+    kinds = {name: type("World", (Adder,), {"get_reward": lambda self, by=by: self.total * by})
+             for name, by in (("a", 1.0), ("b", 5.0))}  # fmt: skip
+    dataset = rows(4, environment=["a", "b"] * 2, start=[10, 20] * 2)
     trainer = make_trainer(
-        **given(once(call(number=1)), eval_dataset=rows(2, start=[10, 20]), reward_funcs=close, reward_weights=[3.0])
+        **given(once(call(number=1)), kinds, train_dataset=dataset, eval_dataset=dataset),
+        reward_funcs=World,
+        reward_weights=[3.0],
     )
     found = trainer.evaluate()
-    assert found["eval_rewards/Adder/mean"] == 16
-    assert found["eval_rewards/close/mean"] == 0.5
-    assert found["eval_reward"] == 16 + 3 * 0.5
+    names = ("World", "World_2", "World_3")
+    assert [found[f"eval_rewards/{name}/mean"] for name in names] == [0.5, 11, 105]
+    assert found["eval_reward"] == (11 + 105) / 2 + 3 * 0.5
 
 
 def test_rows_name_their_environment_and_have_its_tools_alone(make_trainer):
@@ -181,9 +149,6 @@ def test_rows_name_their_environment_and_have_its_tools_alone(make_trainer):
 
             Args:
                 text: What.
-
-            Returns:
-                It.
             """
             return text.upper()
 
@@ -194,24 +159,27 @@ def test_rows_name_their_environment_and_have_its_tools_alone(make_trainer):
 
     dataset = rows(4, environment=["adder", "shouter"] * 2)
     trainer = make_trainer(
-        **given(turns, {"adder": Told, "shouter": Shouter}, train_dataset=dataset, eval_dataset=dataset)
+        **given(turns, {"adder": Adder, "shouter": Shouter}, train_dataset=dataset, eval_dataset=dataset),
+        teacher_prompt_fn=lambda row, completion: [*row["prompt"], {"role": "user", "content": "look"}],
     )
+    seen = taught(trainer)
     rollout = batch_of(trainer)
-    texts = [trainer.processing_class.decode(ids) for ids in rollout.prompt_lists()]
-    assert ["Adds a number" in text for text in texts] == [True, False] * 2
-    assert ["Shouts" in text for text in texts] == [False, True] * 2
+    for prompts in (rollout.prompt_lists(), seen[0].prompt_lists()):
+        texts = list(map(trainer.processing_class.decode, prompts))
+        assert ["Adds a number" in text for text in texts] == [True, False] * 2
+        assert ["Shouts" in text for text in texts] == [False, True] * 2
     assert "A" in trainer.processing_class.decode(trainer.rollout.asked[1][1]).split("<tool_response>")[1]
-    assert [type(one) for one in trainer.environments] == [Told, Shouter] * 2
+    assert [type(one) for one in trainer.environments] == [Adder, Shouter] * 2
     trainer.train()
-    assert trainer.evaluate()["eval_rewards/Told/mean"] == 4
+    assert trainer.evaluate()["eval_rewards/Adder/mean"] == 4
 
 
 def test_an_environment_may_bring_all_prompts(trained):
     class Asks(Adder):
-        def reset(self, **row: Any) -> str:
+        def reset(self, **row: Any) -> Any:
             assert row == {}
             super().reset()
-            return "how many"
+            return [{"type": "text", "text": "how "}, {"type": "text", "text": "many"}]
 
     trainer = trained(**given(once(call(number=1)), Asks, train_dataset=None, max_steps=2))
     assert trainer.state.global_step == 2
@@ -228,34 +196,9 @@ def test_completions_of_a_prompt_and_evaluations_have_the_same_tasks(make_traine
     assert before == after
     assert drawn[::2] == drawn[1::2]
     assert len(set(drawn)) == 4
-
-
-@pytest.mark.long
-def test_one_seed_gives_one_order_of_tasks(tmp_path):
-    first, again, other, wide = (
-        tasks(tmp_path / name, **options)
-        for name, options in {
-            "first": {},
-            "again": {"per_device_eval_batch_size": 2},
-            "other": {"seed": 7},
-            "wide": {"group": 4, "num_generations_eval": 1},
-        }.items()
-    )
-    assert [len(batch) for batch in first["train"]] == [8] * 3
-    for found, number in ((first, 2), (other, 2), (wide, 4)):
-        drawn = [task for batch in found["train"] for task in batch]
-        groups = [set(drawn[place : place + number]) for place in range(0, len(drawn), number)]
-        assert [len(group) for group in groups] == [1] * len(groups), "completions of a prompt have one task"
-        assert len(set.union(*groups)) == len(groups), "and those of other prompts have others"
-    assert again["train"] == first["train"]
-    assert not {*flat(other["train"])} & {*flat(first["train"])}
-    evaluated = flat(first["eval"])
-    assert flat(again["eval"]) == evaluated, "whatever the size of a batch is"
-    assert len(evaluated) == 12
-    assert len(set(evaluated)) == 6
-    assert not {*evaluated} & {*flat(first["train"])}
-    resumed = tasks(tmp_path / "resumed", resume=str(tmp_path / "first" / "checkpoint-1"))
-    assert resumed == {"train": first["train"][1:], "eval": first["eval"]}
+    other = make_trainer(**given(once(call(number=1)), Drawn, **more), seed=7)
+    other.train()
+    assert not {one.task for one in other.environments} & {*drawn}
 
 
 def test_training_draws_the_same_whatever_environments_draw(make_trainer):
@@ -287,19 +230,21 @@ def test_reset_has_its_groups_seed_and_waits_for_none(trained, dataset):
     assert (max(seeds) < 8) == (dataset is not None and "seed" in dataset.column_names)
 
 
-def test_run_ends_with_the_first_reset_that_fails(make_trainer):
+@pytest.mark.parametrize("hangs", [False, True])
+def test_run_ends_with_the_first_reset_that_fails_or_hangs(make_trainer, hangs):
     begun = []
 
     class Broken(Adder):
         def reset(self, **_: Any) -> None:
             begun.append(self)
             if len(begun) == 2:
+                time.sleep(60 * hangs)
                 raise OSError("no disk")
 
-    trainer = make_trainer(**given(once(END), Broken))
-    with pytest.raises(RuntimeError, match=r"row 1 of .* could not begin: OSError: no disk"):
+    said = "no answer within 0.3 seconds" if hangs else "OSError: no disk"
+    trainer = make_trainer(**given(once(END), Broken, environment_timeout=0.3))
+    with pytest.raises(RuntimeError, match=rf"row \d of .* could not begin: {said}"):
         batch_of(trainer)
-    assert len(begun) == 2
 
 
 def test_each_turn_weighs_the_same(make_trainer):
@@ -314,6 +259,54 @@ def test_each_turn_weighs_the_same(make_trainer):
     trainer.train()
 
 
+@pytest.mark.parametrize("over", [0, 1])
+def test_an_answer_may_fill_a_completion_to_the_end(make_trainer, over):
+    whole = make_trainer(**given(once(call(number=1))))
+    batch_of(whole)
+    first, second = (whole.rollout.asked[turn][0] for turn in (0, 1))
+    room = len(second) - len(first)
+    trainer = make_trainer(**given(once(call(number=1)), max_completion_length=room - over))
+    rollout = batch_of(trainer)
+    written = len(trainer.processing_class(call(number=1))["input_ids"])
+    assert [len(ids) for ids in rollout.completion_lists()] == [written if over else room] * 4
+    assert len(trainer.rollout.asked) == 1, "and nothing is asked for where there is no room"
+    assert rollout.weights.sum(1).tolist() == [written] * 4
+
+
+def test_stream_passes_prompts_to_reset_or_needs_none(make_trainer):
+    class Asked(Adder):
+        seen: ClassVar[list[Any]] = []
+
+        def reset(self, start: int, **row: Any) -> str:
+            self.seen.append(row.get("prompt"))
+            super().reset(start)
+            return "go"
+
+    for more in ({"prompt": [{"role": "user", "content": "x"}]}, {}):
+        Asked.seen = []
+        stream = IterableDataset.from_generator(lambda more=more: ({"start": one, **more} for one in range(8)))
+        make_trainer(**given(once(call(number=1)), Asked, train_dataset=stream)).train()
+        assert Asked.seen[0] == more.get("prompt")
+
+
+def test_datasets_that_come_later_are_as_the_first(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), Told, eval_dataset=rows(2)))
+    assert trainer.evaluate(rows(2, start=[3, 4]).remove_columns("prompt"))["eval_rewards/Told/mean"] == 4.5
+    with pytest.raises(ValueError, match="tell"):
+        trainer.evaluate(rows(2, privileged_context=["a", "b"]))
+
+
+def test_answers_are_not_tokenized_as_the_teachers_prompts_are(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), Told), teacher_chat_template_kwargs={"enable_thinking": False})
+    entered = threading.Event()
+    assert trainer.tokenizing.acquire()
+    thread = threading.Thread(target=lambda: (trainer.tokenize([rows(1)[0]["prompt"]]), entered.set()), daemon=True)
+    thread.start()
+    assert not entered.wait(0.3), "it waits while an answer is tokenized"
+    trainer.tokenizing.release()
+    assert entered.wait(20)
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         name: (type("Shop", (Adder,), {name: lambda self: "it"}), {})
@@ -323,10 +316,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "could not make an environment: TypeError": (lambda number: Adder(), {}),
     "could not make an environment: ZeroDivisionError": (lambda: 1 / 0, {}),
     "column 'environment'": ({"a": Adder}, {}),
+    "row 2 of train_dataset": ({"a": Adder}, {"train_dataset": rows(4, environment=["a", "a", "b", "a"])}),
     "tells its teacher more": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}),
-    "lmbda": (Adder, {"lmbda": 0.5}),
     "overlap": (Adder, {"overlap": "ahead"}),
-    "SkipNear": (Adder, {"methods": [SkipNear(0.1)]}),
     "2 numbers": (Adder, {"reward_weights": [1.0, 2.0]}),
     "train_dataset": (Adder, {"train_dataset": None, "max_steps": -1}),
     "is text": (Adder, {"train_dataset": tiny.rows()}),
@@ -340,9 +332,3 @@ def test_wrong_uses_are_refused_before_a_model_is_loaded(make_trainer, named):
     factory, options = REFUSED[named]
     with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(named)):
         make_trainer(**{**given(once(END), factory), **options})
-
-
-def test_a_row_that_names_no_environment_is_named(make_trainer):
-    dataset = rows(4, environment=["a", "a", "b", "a"])
-    with pytest.raises(ValueError, match=r"row 2 of train_dataset.*'b'.*expected one of \['a'\]"):
-        make_trainer(**given(once(END), {"a": Adder}, train_dataset=dataset))

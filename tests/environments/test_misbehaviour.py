@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from typing import Any
 
 import pytest
 from environments.worlds import END, Adder, call, given, once, rows
@@ -21,8 +19,7 @@ TOLD = {
     "returns a number": (call("misbehave", how="number"), "\n3.5\n"),
     "returns nothing": (call("misbehave", how="nothing"), "\nNone\n"),
     "returns rows": (call("misbehave", how="rows"), "[{'id': 1}, {'id': 2}]"),
-    "returns bytes": (call("misbehave", how="bytes"), r"b'\xff\xfe'"),
-    "returns an object": (call("misbehave", how="object"), "<class 'object'>"),
+    "returns odd text": (call("misbehave", how="odd text"), "\n? odd \n"),
     "returns an image": (call("misbehave", how="image"), "{'error': 'This tool returned an image"),
     "returns an array": (call("misbehave", how="array"), "[0 1]"),
     "awaits in its own way": (call("misbehave", how="await in its own way"), "\nwaited\n"),
@@ -39,6 +36,29 @@ def test_the_student_is_told_what_came_of_its_call(trained, how):
     log = trainer.state.log_history[0]
     assert math.isfinite(log["loss"])
     assert log["tools/failure_frequency"] == ("error" in told or "Tool" in told or "missing" in told or "oper" in told)
+
+
+def test_a_tool_cannot_change_the_arguments_it_was_called_with(make_trainer):
+    class Taking(Adder):
+        def take(self, cells: list[int]) -> str:
+            """Takes cells.
+
+            Args:
+                cells: Their numbers.
+            """
+            taken = len(cells)
+            cells.clear()
+            return str(taken)
+
+    seen = []
+    trainer = make_trainer(
+        **given(once(call("take", cells=[1, 2])), Taking),
+        reward_funcs=[lambda completions, **_: seen.extend(completions) or [0.0] * len(completions)],
+        reward_weight=0.1,
+        num_generations=2,
+    )
+    trainer.score(list(trainer.train_dataset))
+    assert {str(one[0]["tool_calls"][0]["function"]["arguments"]) for one in seen} == {"{'cells': [1, 2]}"}
 
 
 ENDS = {
@@ -83,16 +103,6 @@ def test_hanging_call_ends_its_row_and_renews_its_environment(make_trainer, name
     assert sum(one not in before for one in trainer.environments) == 1
 
 
-def test_a_reset_that_hangs_is_an_error_with_its_row(make_trainer):
-    class Slow(Adder):
-        def reset(self, start: int = 0, **_: Any) -> None:
-            time.sleep(60 * start)
-
-    trainer = make_trainer(**given(once(END), Slow, train_dataset=rows(2, start=[0, 1]), environment_timeout=0.3))
-    with pytest.raises(RuntimeError, match=r"row 1 of .* could not begin: no answer within 0.3 seconds"):
-        trainer.score(list(trainer.train_dataset))
-
-
 def test_feedback_that_fails_is_none(trained, caplog):
     class Silent(Adder):
         def get_feedback(self) -> str:
@@ -104,20 +114,8 @@ def test_feedback_that_fails_is_none(trained, caplog):
 
 
 def test_functions_may_be_async_which_trl_refuses(trained):
-    async def add(number: int) -> str:
-        """Adds one.
-
-        Args:
-            number: To what.
-
-        Returns:
-            The sum.
-        """
-        await asyncio.sleep(0)
-        return str(number + 1)
-
-    trainer = trained(**given(once(call(number=6)), None), tools=[add])
-    assert "\n7\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0]).split("<tool_response>")[-1]
+    trainer = trained(**given(once(call("wait", seconds=0)), None), tools=[Adder().wait])
+    assert "\nwaited 0\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0]).split("<tool_response>")[-1]
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
 
 

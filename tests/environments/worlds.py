@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import re
 import threading
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy
@@ -25,8 +25,6 @@ END = "<|im_end|>"
 
 
 def call(name: str = "add", **arguments: Any) -> str:
-    import json
-
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>{END}"
 
 
@@ -47,9 +45,6 @@ class Adder:
 
         Args:
             number: The number to add.
-
-        Returns:
-            The total.
         """
         assert threading.get_ident() == self.thread
         self.total += number
@@ -60,9 +55,6 @@ class Adder:
 
         Args:
             seconds: How long.
-
-        Returns:
-            What was waited for.
         """
         await asyncio.sleep(seconds)
         return f"waited {seconds}"
@@ -72,9 +64,6 @@ class Adder:
 
         Args:
             seconds: How long.
-
-        Returns:
-            Nothing of interest.
         """
         time.sleep(seconds)
         return "slept"
@@ -84,9 +73,6 @@ class Adder:
 
         Args:
             how: What.
-
-        Returns:
-            Anything.
         """
         if how == "exit":
             raise SystemExit(3)
@@ -102,12 +88,11 @@ class Adder:
             "image": [{"type": "text", "text": "a map"}, {"type": "image", "image": object()}],
             "nothing": None,
             "rows": [{"id": 1}, {"id": 2}],
-            "bytes": b"\xff\xfe",
-            "object": object,
-            "odd text": "\ud800 <|im_end|> \0",
+            "odd text": "\ud800 odd \0",
         }[how]
 
     def get_reward(self) -> float:
+        assert threading.get_ident() == self.thread, "where it may keep a connection"
         return float(self.total)
 
 
@@ -138,19 +123,16 @@ def flat(lists: Iterable[list[Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(lists))
 
 
-def tasks(
-    folder: Any, environment: Any = Drawn, resume: Any = None, group: int = 2, batch: int = 8, **more: Any
-) -> dict[str, Any]:
+def tasks(folder: Any, group: int = 2, batch: int = 8) -> dict[str, Any]:
     """The tasks of each batch of a training and of an evaluation, of all processes in the order of rows."""
     from accelerate.utils import gather_object
 
-    options = {"num_generations": group, "save_strategy": "steps", "save_steps": 1, "max_steps": 3, **more}
-    arguments = given(once(call(number=1)), environment, train_dataset=None, eval_dataset=rows(6))
-    length, steps = arguments.pop("max_completion_length"), arguments.pop("max_steps")
-    options = {"per_device_train_batch_size": batch, "max_completion_length": length, "max_steps": steps, **options}
+    arguments = given(once(call(number=1)), Drawn, train_dataset=None, eval_dataset=rows(6), max_steps=3)
+    options = {name: arguments.pop(name) for name in ("max_completion_length", "max_steps")}
+    options |= {"num_generations": group, "per_device_train_batch_size": batch}
     trainer = Tasks(args=tiny.config(folder, **options), **arguments)
     found = {}
-    for what, act in {"train": partial(trainer.train, resume), "eval": trainer.evaluate}.items():
+    for what, act in {"train": trainer.train, "eval": trainer.evaluate}.items():
         trainer.tasks = []
         act()
         found[what] = [flat(batch) for batch in zip(*gather_object([trainer.tasks]), strict=True)]

@@ -10,7 +10,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationMixin,
+    Qwen2ForCausalLM,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.models.padding import BatchPolicy
@@ -38,34 +45,52 @@ def lora(student):
     return get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
+def seeded(write, *given):
+    torch.manual_seed(0)
+    return write(*given)
+
+
 def by_trl(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
     """The completions of TRL: one padded batch, its own generation config."""
     inputs = trainer.pad_prompts(prompt_ids)
     with trainer.student_for_generation() as student:
         written = student.generate(**inputs, generation_config=trainer.generation_config)
+    written = getattr(written, "sequences", written)
     return [cut_after_end(ids, trainer.eos_token_ids) for ids in written[:, inputs["input_ids"].size(1) :].tolist()]
 
 
 @pytest.mark.quick
 class TestTokens:
     @pytest.mark.parametrize(
-        "options",
+        ("options", "of_checkpoint"),
         [
-            {"temperature": 0.7, "top_k": 40},
-            {"top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.2},
-            {"generation_kwargs": {"no_repeat_ngram_size": 2}, "cache_implementation": "static"},
-            {"generation_kwargs": {"do_sample": False, "num_beams": 2}},
+            ({"temperature": 0.7, "top_k": 40}, {}),
+            ({"top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.2}, {}),
+            ({"generation_kwargs": {"no_repeat_ngram_size": 2}, "cache_implementation": "static"}, {}),
+            ({"generation_kwargs": {"do_sample": False, "num_beams": 2}}, {}),
+            ({"generation_kwargs": {"min_new_tokens": 3, "typical_p": 0.9}}, {}),
+            ({}, {"num_return_sequences": 2}),
+            ({}, {"return_dict_in_generate": True, "output_scores": True}),
+            ({}, {"suppress_tokens": [7, 9], "begin_suppress_tokens": [11], "bad_words_ids": [[5], [6, 7]]}),
+            ({}, {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.1)}),
+            ({}, {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash", context_width=2)}),
+            ({}, {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])}),
+            ({}, {"encoder_repetition_penalty": 1.5}),
+            ({}, {"cache_implementation": "static", "prefill_chunk_size": 4}),
+            ({}, {"num_beams": 2}),
         ],
-        ids=["temperature", "nucleus", "static", "beams"],
+        ids=lambda given: next(iter(given), ""),
     )
-    def test_generation_options_give_the_tokens_of_trl(self, make_writing, options):
-        trainer = make_writing(max_completion_length=32, **options)
+    def test_options_give_the_tokens_and_the_random_state_of_trl(self, make_writing, options, of_checkpoint):
+        student = tiny.qwen2()
+        vars(student.generation_config).update(of_checkpoint)
+        trainer = make_writing(model=student, max_completion_length=32, **options)
         prompt_ids = trainer.tokenize(PROMPTS * 3)
-        torch.manual_seed(0)
-        expected = by_trl(trainer, prompt_ids)
-        assert len({len(ids) for ids in expected}) >= 3
-        torch.manual_seed(0)
-        assert trainer.complete(prompt_ids) == expected
+        written, state = seeded(trainer.complete, prompt_ids), torch.get_rng_state()
+        assert len({len(ids) for ids in written}) >= 3 or "forced_eos_token_id" in of_checkpoint
+        student.generation_config.num_return_sequences, student.generation_config.return_dict_in_generate = 1, False
+        assert written == seeded(by_trl, trainer, prompt_ids)
+        assert torch.equal(torch.get_rng_state(), state)
 
     @pytest.mark.parametrize("generation_kwargs", [{}, {"do_sample": False}, {"num_beams": 2}])
     def test_an_id_that_no_tokenizer_knows_is_never_generated(self, make_writing, generation_kwargs):
@@ -80,43 +105,45 @@ class TestTokens:
         assert len(written) > 30
         assert max(written) < 130
 
-    def test_placeholders_are_masked_without_copies_in_each_step(self):
-        mask = KnownTokensOnly(6, [2, 4])
-        ids, scores = torch.tensor([[1]]), torch.zeros(1, 8)
-        with OtherDevice() as device:
-            masked = mask(ids, scores)
+    def test_placeholders_are_masked(self):
+        masked = KnownTokensOnly(6, [2, 4])(torch.tensor([[1]]), torch.zeros(1, 8))
         assert masked.isneginf().tolist() == [[False, False, True, False, True, False, True, True]]
-        assert device.made == 0
 
     @pytest.mark.parametrize("plain", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
     def test_a_row_whose_context_is_full_shortens_no_other(self, make_trainer, plain):
         trainer = make_trainer(
-            model=tiny.gpt2(),
+            model=tiny.gpt2(tie_word_embeddings=False),
             teacher_model=tiny.gpt2(48, 1),
             rollout=HFRollout(),
-            generation_kwargs={"min_new_tokens": 24, **plain},
+            generation_kwargs={"min_new_tokens": 24, "do_sample": False, **plain},
         )
-        written = trainer.complete([list(range(3, 253)), [5], list(range(3, 254)), [6, 7], list(range(3, 259))])
+        prompt_ids = [list(range(3, 253)), [5], list(range(3, 254)), [6, 7], list(range(3, 259))]
+        written = trainer.complete(prompt_ids)
         assert [len(ids) for ids in written] == [6, 24, 5, 24, 0]
+        assert written == [trainer.complete([ids])[0] for ids in prompt_ids]
 
-    @pytest.mark.parametrize("make", [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2, lambda: lora(tiny.qwen2())])
-    def test_each_pass_reads_the_rows_that_have_not_ended(self, make_writing, make):
-        trainer = make_writing(model=make())
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [
+            (tiny.qwen2, {}),
+            (tiny.llama, {"generation_kwargs": {"do_sample": False}, "repetition_penalty": 1.3}),
+            (tiny.gpt2, {}),
+            (tiny.gpt2, {"cache_implementation": "static"}),
+            (lambda: tiny.gemma2(sliding_window=8), {}),
+            (lambda: tiny.gemma2(sliding_window=8), {"cache_implementation": "static"}),
+            (lambda: lora(tiny.qwen2()), {}),
+        ],
+        ids=["qwen2", "llama, greedy", "gpt2", "gpt2, static", "gemma2", "gemma2, static", "LoRA"],
+    )
+    def test_each_pass_reads_the_rows_that_have_not_ended(self, make_writing, make, options):
+        trainer = make_writing(model=make(), **options)
         trainer.rollout.prove()
-        reads = Reads(trainer.model)
-        lengths = [len(ids) for ids in trainer.complete(trainer.tokenize(PROMPTS * 3))]
+        prompt_ids = trainer.tokenize(tiny.PROMPTS * 2)
+        expected, reads = seeded(by_trl, trainer, prompt_ids), Reads(trainer.model)
+        assert seeded(trainer.complete, prompt_ids) == expected
+        lengths = list(map(len, expected))
         assert len(set(lengths)) >= 3
         assert reads.rows == [sum(length > token for length in lengths) for token in range(max(lengths))]
-
-
-class OtherDevice(TorchDispatchMode):
-    """Counts tensors that are made of numbers in Python, which have to be copied to another device."""
-
-    made = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.made += function is torch.ops.aten.lift_fresh.default or "_to_copy" in function.__name__
-        return function(*args, **(kwargs or {}))
 
 
 class Reads:
@@ -158,11 +185,9 @@ def test_no_copy_of_the_head_is_made_for_each_row(make_writing, shape, options):
     """torch multiplies a view that is not contiguous, as a prefill's last states are, by a frozen matrix row by row."""
     trainer = make_writing(model=shape(), teacher_model=shape(48, seed=1), **options)
     prompt_ids = trainer.tokenize(PROMPTS)
-    torch.manual_seed(0)
-    expected = by_trl(trainer, prompt_ids)
+    expected = seeded(by_trl, trainer, prompt_ids)
     with HeadProducts() as ours:
-        torch.manual_seed(0)
-        assert trainer.complete(prompt_ids) == expected
+        assert seeded(trainer.complete, prompt_ids) == expected
     assert "bmm" not in ours.names
     assert ours.names
     assert not trainer.model.get_output_embeddings()._forward_pre_hooks
@@ -191,40 +216,30 @@ def dropping_our_loop(self, custom_generate=None, *, theirs=GenerationMixin.gene
     return theirs(self, **given)
 
 
-class TestAnotherGenerate:
-    """A model whose `generate` is not the one of `transformers`."""
+class TestFallback:
+    """A model whose `generate` is not the one of `transformers`, or cannot do what our loop needs."""
 
     @pytest.mark.parametrize(
-        ("make", "reason"),
+        ("make", "patch", "reason"),
         [
-            (lambda: Overridden(tiny.qwen2().config), "Overridden has a `generate` of its own"),
-            (lambda: patched(tiny.qwen2(), sequences), "the `generate` of this Qwen2ForCausalLM was replaced"),
-            (lambda: lora(patched(tiny.qwen2(), sequences)), "the `generate` of this Qwen2ForCausalLM was replaced"),
+            (lambda: Overridden(tiny.qwen2().config), (), "Overridden has a `generate` of its own"),
+            (lambda: patched(tiny.qwen2(), sequences), (), "the `generate` of this Qwen2ForCausalLM was replaced"),
+            (lambda: lora(patched(tiny.qwen2(), sequences)), (), "`generate` of this Qwen2ForCausalLM was replaced"),
+            (tiny.qwen2, (DynamicCache, "reorder_cache", lambda self, places: self.renamed), "raises AttributeError"),
+            (tiny.qwen2, (DynamicCache, "reorder_cache", lambda self, places: None), "raises RuntimeError"),
+            (tiny.qwen2, (GenerationMixin, "generate", dropping_our_loop), "its `generate` ignores `custom_generate`"),
         ],
-        ids=["overridden", "patched", "lora"],
+        ids=["overridden", "patched", "lora", "another cache", "a cache that keeps rows", "a loop that is ignored"],
     )
-    def test_a_custom_generate_gives_the_tokens_of_its_own_loop(self, make_writing, caplog, make, reason):
+    def test_a_loop_that_cannot_work_gives_way_to_the_same_tokens(
+        self, make_writing, caplog, monkeypatch, make, patch, reason
+    ):
+        if patch:
+            monkeypatch.setattr(*patch)
         trainer = make_writing(model=make())
         prompt_ids = trainer.tokenize(PROMPTS)
-        torch.manual_seed(0)
-        written = trainer.complete(prompt_ids)
-        assert reason in caplog.text
-        trainer.model.__dict__.pop("generate", None)
-        torch.manual_seed(0)
-        inputs = trainer.pad_prompts(prompt_ids)
-        with trainer.student_for_generation() as student:
-            expected = student.generate(**inputs, generation_config=trainer.generation_config)
-        expected = getattr(expected, "sequences", expected)[:, inputs["input_ids"].size(1) :].tolist()
-        assert written == [cut_after_end(ids, trainer.eos_token_ids) for ids in expected]
-
-    def test_a_generate_that_drops_our_loop_gives_the_same_tokens(self, make_writing, monkeypatch):
-        trainer = make_writing(max_completion_length=32)
-        prompt_ids = trainer.tokenize(PROMPTS)
-        torch.manual_seed(0)
-        expected = trainer.complete(prompt_ids)
-        monkeypatch.setattr(GenerationMixin, "generate", dropping_our_loop)
-        torch.manual_seed(0)
-        assert trainer.complete(prompt_ids) == expected
+        assert seeded(trainer.complete, prompt_ids) == seeded(by_trl, trainer, prompt_ids)
+        assert re.search(f"plain `generate`.*{reason}", caplog.text)
 
     @pytest.mark.parametrize(
         "ours",
@@ -241,72 +256,17 @@ class TestAnotherGenerate:
         with pytest.raises(ValueError, match="returned other rows than the prompts and at most 24 tokens"):
             trainer.rollout.complete(trainer.tokenize(PROMPTS), 0)
 
-
-class TestOptionsOfCheckpoints:
-    """Options in a checkpoint's generation config that the trainer does not set."""
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"num_return_sequences": 2},
-            {"return_dict_in_generate": True, "output_scores": True},
-            {"suppress_tokens": [7, 9], "begin_suppress_tokens": [11], "bad_words_ids": [[5], [6, 7]]},
-            {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.1)},
-            {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash", context_width=2)},
-            {"cache_implementation": "static", "prefill_chunk_size": 4},
-            {"num_beams": 2},
-        ],
-        ids=lambda given: next(iter(given)),
-    )
-    def test_there_is_one_completion_per_prompt_as_in_trl(self, make_writing, given):
-        student = tiny.qwen2()
-        vars(student.generation_config).update(given)
-        trainer = make_writing(model=student)
-        prompt_ids = trainer.tokenize(PROMPTS * 2)
-        torch.manual_seed(0)
-        written = trainer.complete(prompt_ids)
-        student.generation_config.num_return_sequences, student.generation_config.return_dict_in_generate = 1, False
-        torch.manual_seed(0)
-        assert written == by_trl(trainer, prompt_ids)
-
-
-class TestFallback:
-    def test_plain_generate_is_announced_once_with_its_reason(self, make_writing, caplog):
+    def test_plain_generate_is_announced_once_with_its_reason(self, make_writing, monkeypatch, caplog):
+        trainer = make_writing()
+        monkeypatch.setattr(trainer.model, "get_compiled_call", lambda config: pytest.fail("compiled"))
+        trainer.complete(trainer.tokenize(PROMPTS))
+        assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
         for trainer in (make_writing(generation_kwargs={"use_cache": False}) for _ in range(2)):
             for _ in range(2):
                 trainer.complete(trainer.tokenize(PROMPTS))
         announced = [record.getMessage() for record in caplog.records if "plain `generate`" in record.getMessage()]
         assert len(announced) == 2
-        assert "Completions of the student use plain `generate`" in announced[1]
-        assert "`use_cache=False` disables the cache it decodes from" in announced[1]
-
-    @pytest.mark.parametrize(
-        ("owner", "name", "other", "reason"),
-        [
-            (
-                DynamicCache,
-                "reorder_cache",
-                lambda self, places: self.renamed,
-                "AttributeError: .* no attribute 'renamed'",
-            ),
-            (DynamicCache, "reorder_cache", lambda self, places: None, "RuntimeError: .*must match"),
-            (GenerationMixin, "generate", dropping_our_loop, "its `generate` ignores `custom_generate`"),
-        ],
-    )
-    def test_the_fallback_names_what_the_loop_could_not_do(
-        self, make_writing, caplog, monkeypatch, owner, name, other, reason
-    ):
-        monkeypatch.setattr(owner, name, other)
-        trainer = make_writing(max_completion_length=4)
-        trainer.complete(trainer.tokenize(PROMPTS))
-        assert re.search(
-            f"plain `generate`.*without rows that have ended, Qwen2ForCausalLM raises .*{reason}", caplog.text
-        )
-
-    def test_no_fallback_is_announced_with_supported_options(self, make_writing, caplog):
-        trainer = make_writing()
-        trainer.complete(trainer.tokenize(PROMPTS))
-        assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
+        assert "`use_cache=False`" in announced[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["left", "plain generate"])
@@ -362,73 +322,50 @@ def test_a_compiled_step_is_recorded_once_and_gives_the_same_tokens(make_writing
                 weight.add_(0.01 * torch.randn_like(weight))
 
 
-def test_nothing_is_compiled_by_default(make_writing, monkeypatch):
-    trainer = make_writing()
-    monkeypatch.setattr(trainer.model, "get_compiled_call", lambda config: pytest.fail("compiled"))
-    trainer.complete(trainer.tokenize(PROMPTS))
-
-
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 50, "min_p": 0.01}])
 def test_evaluation_has_its_own_temperature(make_trainer, sampling):
     class Seen(OPSDTrainer):
         def teach(self, rollout, rows):
-            texts = [row["prompt"] for row in rows]
-            self.seen[self.model.training].append(dict(zip(texts, rollout.completion_lists(), strict=True)))
+            self.seen.append(dict(zip([row["prompt"] for row in rows], rollout.completion_lists(), strict=True)))
             return super().teach(rollout, rows)
 
-    def trained(**given):
-        rows = tiny.rows(4)
-        trainer = make_trainer(
-            cls=Seen, rollout=HFRollout(), eval_dataset=rows, learning_rate=1e-12, **sampling, **given
-        )
-        trainer.seen = {True: [], False: []}
+    rows = tiny.rows(4)
+    trainer = make_trainer(
+        Seen, rollout=HFRollout(), eval_dataset=rows, learning_rate=1e-12, eval_temperature=0.0, **sampling
+    )
+    likeliest = {}
+    for row in rows:
+        (ids,) = trainer.tokenize([row["prompt"]])
+        written = trainer.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
+        likeliest[row["prompt"]] = cut_after_end(written.tolist(), trainer.eos_token_ids)
+    for temperature, same in ((0.0, True), (1e-4, True), (None, False)):  # next to 0 the likeliest token is drawn
+        trainer.args.eval_temperature, trainer.seen = temperature, []
         trainer.evaluate()
-        trainer.train()
         trainer.predict(rows)
-        return trainer
-
-    trainer = trained(eval_temperature=0.0)
-    prompts = tiny.PROMPTS[:4]
-    asked = trainer.tokenize(prompts)
-    alone = [trainer.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0] for ids in asked]
-    written = [ids[len(prompt) :].tolist() for ids, prompt in zip(alone, asked, strict=True)]
-    likeliest = {
-        prompt: cut_after_end(ids, trainer.eos_token_ids) for prompt, ids in zip(prompts, written, strict=True)
-    }
-    assert trainer.seen[False] == [likeliest] * 2
-    assert len(trainer.seen[True]) == 3
-    for batch in trainer.seen[True]:
+        assert [[batch[prompt] == likeliest[prompt] for prompt in likeliest] for batch in trainer.seen] == [
+            [same] * 4
+        ] * 2
+    trainer.args.eval_temperature, trainer.seen = 0.0, []
+    trainer.train()
+    assert len(trainer.seen) == 3
+    for batch in trainer.seen:
         assert all(ids != likeliest.get(prompt) for prompt, ids in batch.items()), "a training samples as it did"
-
-    for temperature in (1e-4, None):  # next to 0 the likeliest token is drawn
-        trainer.args.eval_temperature = temperature
-        trainer.evaluate()
-        assert [ids == likeliest[prompt] for prompt, ids in trainer.seen[False][-1].items()] == [bool(temperature)] * 4
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(("name", "value"), [("suppress_tokens", [7]), ("min_p", 0.1), ("typical_p", 0.9)])
 def test_a_policy_gradient_is_refused_with_altered_sampling(make_trainer, name, value):
-    sampled = {"divergence": "sampled_reverse_kl", "rollout": HFRollout()}
+    sampled = {"divergence": "sampled_reverse_kl", "rollout": HFRollout(), "temperature": 0.8}
     student = tiny.qwen2()
     setattr(student.generation_config, name, value)
     with pytest.raises(ValueError, match=rf"^`model\.generation_config\.{name} = .*` with 'sampled_reverse_kl'"):
         make_trainer(model=student, **sampled)
-    make_trainer(model=student, divergence="reverse_kl", rollout=HFRollout())
-    later = make_trainer(model=tiny.qwen2(), **sampled)
+    unaltered = {"eos_token_id": [2, 3], "max_time": 60.0, "temperature": 0.8, "do_sample": True}
+    later = make_trainer(generation_kwargs=unaltered, **sampled)
     later.complete([[5]])
     setattr(later.generation_config, name, value)
     with pytest.raises(ValueError, match=rf"^`trainer\.generation_config\.{name} = .*` with 'sampled_reverse_kl'"):
         later.complete([[5]])
-
-
-def test_a_policy_gradient_allows_options_that_leave_sampling_unaltered(make_trainer):
-    given = {"eos_token_id": [2, 3], "max_time": 60.0, "temperature": 0.8, "do_sample": True}
-    trainer = make_trainer(
-        divergence="sampled_reverse_kl", rollout=HFRollout(), temperature=0.8, generation_kwargs=given
-    )
-    assert trainer.generation_config.temperature == 0.8
-    trainer.complete([[5]])
 
 
 @pytest.mark.refusal

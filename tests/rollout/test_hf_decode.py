@@ -1,4 +1,4 @@
-"""A row that leaves the batch changes no token of any other row: our decoding loop against that of `generate`."""
+"""Our decoding loop against that of `generate`; `test_hf.py` has it with the options of a trainer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support import tiny
 from torch.nn import functional
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
+from transformers import GenerationConfig, StoppingCriteria
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -25,12 +18,6 @@ from trl_opsd.types.rollout import cut_after_end
 
 ENDS = list(range(0, tiny.VOCABULARY, 12))
 """So many end tokens that the rows of a batch end one after the other."""
-
-SAMPLING: dict[str, Any] = {
-    "plain": {"temperature": 1.0, "top_k": 0},
-    "all": {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
-    "kwargs": {"no_repeat_ngram_size": 2, "min_new_tokens": 3, "typical_p": 0.9, "bad_words_ids": [[5], [6, 7]]},
-}
 
 
 def prompts(rows: int = 12) -> dict[str, torch.Tensor]:
@@ -42,81 +29,27 @@ def prompts(rows: int = 12) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def options(tokens: int = 24, ends: list[int] = ENDS, **given: Any) -> GenerationConfig:
+def options(ends: list[int] = ENDS, **given: Any) -> GenerationConfig:
     given = {"do_sample": False, "disable_compile": True, **given}
-    return GenerationConfig(max_new_tokens=tokens, eos_token_id=ends, pad_token_id=0, **given)
+    return GenerationConfig(max_new_tokens=24, eos_token_id=ends, pad_token_id=0, **given)
 
 
-def plain(
-    model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, seed: int = 0, **seen: Any
-) -> list[list[int]]:
-    torch.manual_seed(seed)
-    written = model.generate(**inputs, generation_config=config, **seen)[:, inputs["input_ids"].size(1) :].tolist()
+def plain(model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig) -> list[list[int]]:
+    torch.manual_seed(0)
+    written = model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].size(1) :].tolist()
     return [cut_after_end(ids, config.eos_token_id) for ids in written]
 
 
-def ragged(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    config: GenerationConfig,
-    seed: int = 0,
-    rooms: list[int] | None = None,
-    **seen: Any,
-) -> list[list[int]]:
-    torch.manual_seed(seed)
-    rooms = rooms or [config.max_new_tokens] * len(inputs["input_ids"])
+def ragged(model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, **seen: Any) -> list[list[int]]:
+    torch.manual_seed(0)
+    rooms = [config.max_new_tokens] * len(inputs["input_ids"])
     loop = RaggedDecoding(max_new_tokens=rooms, collective=False)
     return model.generate(**inputs, generation_config=config, custom_generate=loop, **seen)
 
 
-def lora() -> Any:
-    return get_peft_model(tiny.qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-
-
-MODELS = {
-    "qwen2": tiny.qwen2,
-    "llama": tiny.llama,
-    # A random model with a tied head repeats its last token for ever.
-    "gpt2": lambda: tiny.gpt2(tie_word_embeddings=False),
-    "gemma2": lambda: tiny.gemma2(sliding_window=8, tie_word_embeddings=False),
-    "lora": lora,
-}
-every_model = pytest.mark.parametrize("name", MODELS)
-
-
-def check_raggedness(completions: list[list[int]]) -> None:
-    assert len({len(ids) for ids in completions}) >= 4, "rows must end at different times for this to mean anything"
-
-
-@pytest.mark.quick
-class TestGreedy:
-    @pytest.mark.parametrize("penalty", [1.0, 1.3])
-    @every_model
-    def test_a_row_that_leaves_changes_no_token_of_another(self, name, penalty):
-        model = MODELS[name]().eval()
-        config = options(repetition_penalty=penalty)
-        expected = plain(model, prompts(), config)
-        check_raggedness(expected)
-        assert ragged(model, prompts(), config) == expected
-
-    @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2"])
-    def test_a_static_cache_gives_the_same_tokens(self, name):
-        model = MODELS[name]().eval()
-        expected = plain(model, prompts(), options())
-        assert ragged(model, prompts(), options(cache_implementation="static")) == expected
-
-    def test_chunked_prefill_gives_the_same_tokens(self):
-        model = tiny.qwen2().eval()
-        config = options(prefill_chunk_size=4)
-        assert ragged(model, prompts(), config) == plain(model, prompts(), options())
-
-
 def test_masked_token_reads_each_shared_key_once(monkeypatch):
-    model, shapes, attend = (
-        tiny.qwen2(num_attention_heads=4, num_key_value_heads=2),
-        [],
-        functional.scaled_dot_product_attention,
-    )
+    model, shapes = tiny.qwen2(num_attention_heads=4, num_key_value_heads=2), []
+    attend = functional.scaled_dot_product_attention
 
     def spy(query, key, *given, attn_mask=None, **more):
         shapes.append((attn_mask is not None, query.shape[1:3], key.size(1)))
@@ -128,86 +61,21 @@ def test_masked_token_reads_each_shared_key_once(monkeypatch):
     assert set(shapes) == {(True, (4, 9), 4), (True, (2, 2), 2)}, "prefill, and tokens after it"
 
 
-def test_own_attention_is_called_and_registered_as_elsewhere():
+def test_own_attention_is_called_and_ours_is_left_nowhere():
     calls, model = [], tiny.qwen2(num_attention_heads=4, num_key_value_heads=2)
 
     def own(*given, **more):
         calls.append(1)
         return sdpa_attention_forward(*given, **more)
 
-    try:
-        AttentionInterface.register("sdpa", own)
-        ragged(model, prompts(), options())
-        assert len(calls) > 20, "in the prompts, and for each token after them"
-    finally:
-        AttentionInterface.register("sdpa", sdpa_attention_forward)
     ragged(model, prompts(), options())
     try:
         AttentionInterface.register("sdpa", own)
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+        ragged(model, prompts(), options())
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
-
-
-class TestSampled:
-    @pytest.mark.parametrize("name", SAMPLING)
-    @pytest.mark.quick
-    def test_the_tokens_and_the_random_state_are_those_of_generate(self, name):
-        model = tiny.qwen2().eval()
-        config = options(do_sample=True, **SAMPLING[name])
-        expected = plain(model, prompts(), config)
-        after = torch.get_rng_state()
-        check_raggedness(expected)
-        assert ragged(model, prompts(), config) == expected
-        assert torch.equal(torch.get_rng_state(), after)
-
-    def test_the_seed_decides_the_tokens(self):
-        model, config = tiny.qwen2().eval(), options(do_sample=True, top_k=0)
-        assert ragged(model, prompts(), config, seed=0) == ragged(model, prompts(), config, seed=0)
-        assert ragged(model, prompts(), config, seed=0) != ragged(model, prompts(), config, seed=1)
-
-    def test_token_frequencies_match_their_probabilities(self):
-        """Chi-square, over all steps of a batch that rows keep leaving."""
-        vocabulary, rows = 11, 256
-        model = tiny.qwen2(vocab_size=vocabulary).eval()
-        with torch.no_grad():
-            # Every token looks the same, hence every position predicts the same distribution.
-            model.get_input_embeddings().weight[:] = model.get_input_embeddings().weight[1].clone()
-            model.get_output_embeddings().weight.mul_(0.1)
-            logits = model(torch.tensor([[3, 4]])).logits[0, -1].double() / 0.8
-        kept = logits.topk(9).indices
-        expected = torch.zeros(vocabulary, dtype=torch.float64)
-        expected[kept] = logits[kept].softmax(-1)
-
-        inputs = {"input_ids": torch.full((rows, 2), 3), "attention_mask": torch.ones(rows, 2, dtype=torch.long)}
-        rooms = [row % 64 + 1 for row in range(rows)]
-        config = options(tokens=64, ends=[], do_sample=True, temperature=0.8, top_k=9)
-        written = ragged(model, inputs, config, rooms=rooms)
-        assert [len(ids) for ids in written] == rooms
-        counts = torch.bincount(
-            torch.tensor([token for ids in written for token in ids]), minlength=vocabulary
-        ).double()
-        draws = counts.sum()
-        assert draws == sum(rooms) > 8000
-        assert counts[expected == 0].sum() == 0
-        seen = expected > 0
-        chi_square = ((counts - draws * expected)[seen] ** 2 / (draws * expected[seen])).sum()
-        assert seen.sum() == 9
-        assert chi_square < 26.1, "1 in 1000 for 8 degrees of freedom"
-
-
-class RememberedRows(LogitsProcessor):
-    """Favours one token for each row, by the row's original index; raises for another batch size."""
-
-    def __init__(self) -> None:
-        self.favourites: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.favourites is None:
-            self.favourites = torch.arange(len(scores))[:, None] * 7 + 3
-        if len(self.favourites) != len(scores):
-            raise ValueError(f"{len(scores)} rows, remembered {len(self.favourites)}")
-        return scores.scatter_add(1, self.favourites, torch.full_like(scores[:, :1], 4.0))
+    assert len(calls) > 20, "in the prompts, and for each token after them"
 
 
 class CountedDown(StoppingCriteria):
@@ -221,99 +89,32 @@ class CountedDown(StoppingCriteria):
         return self.left <= 0
 
 
-class TestStatePerRow:
-    """Logits processors and stopping criteria with a state for each row of the batch."""
-
-    def test_a_logits_processor_keeps_its_state_per_row(self):
-        model, given = tiny.qwen2().eval(), {"do_sample": True, "top_k": 40, "repetition_penalty": 1.1}
-        expected = plain(model, prompts(), options(**given), logits_processor=[RememberedRows()])
-        check_raggedness(expected)
-        assert ragged(model, prompts(), options(**given), logits_processor=[RememberedRows()]) == expected
-        assert ragged(model, prompts(), options(**given)) != expected
-
-    def test_a_stopping_criterion_keeps_its_state_per_row(self):
-        model, config = tiny.qwen2().eval(), options(ends=[])
-        written = ragged(model, prompts(), config, stopping_criteria=[CountedDown(12)])
-        assert [len(ids) for ids in written] == [row % 9 + 1 for row in range(12)]
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"encoder_repetition_penalty": 1.5},
-            {"watermarking_config": WatermarkingConfig(bias=4.0)},
-            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
-        ],
-        ids=["penalty", "watermark", "synthid"],
-    )
-    def test_logits_processors_of_transformers_see_every_row(self, given):
-        model, config = tiny.qwen2().eval(), options(do_sample=True, top_k=0, **given)
-        expected = plain(model, prompts(), config)
-        check_raggedness(expected)
-        assert ragged(model, prompts(), config) == expected
-        assert ragged(model, prompts(), options(do_sample=True, top_k=0)) != expected
+def test_a_stopping_criterion_keeps_its_state_per_row():
+    written = ragged(tiny.qwen2().eval(), prompts(), options(ends=[]), stopping_criteria=[CountedDown(12)])
+    assert [len(ids) for ids in written] == [row % 9 + 1 for row in range(12)]
 
 
-class TestRooms:
-    def test_a_row_whose_context_is_full_shortens_no_other(self):
-        """Three rows of a model with 256 positions; the first has 6 of them left."""
-        model = tiny.gpt2(tie_word_embeddings=False).eval()
-        long, short = list(range(3, 253)), [7, 8]
-        mask = torch.ones(3, 250, dtype=torch.long)
-        mask[1:, :-2] = 0
-        inputs = {"input_ids": torch.tensor([long, [0] * 248 + short, [0] * 248 + short]), "attention_mask": mask}
-        full, free = (
-            plain(model, {"input_ids": torch.tensor([prompt])}, options(tokens=tokens, ends=[]))[0]
-            for prompt, tokens in ((long, 6), (short, 24))
-        )
-        assert ragged(model, inputs, options(ends=[]), rooms=[6, 24, 17]) == [full, free, free[:17]]
-
-    def test_a_row_without_room_gets_no_tokens(self):
-        written = ragged(tiny.qwen2().eval(), prompts(3), options(ends=[]), rooms=[2, 0, 24])
-        assert [len(ids) for ids in written] == [2, 0, 24]
-
-
-@pytest.mark.quick
-def test_a_finished_row_is_not_decoded():
-    """In a batch of 64 with geometric lengths, on average an eighth of the maximum."""
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_logits_are_an_error(do_sample):
     model = tiny.qwen2().eval()
-    geometric = torch.empty(64).geometric_(1 / 16, generator=torch.Generator().manual_seed(0))
-    rooms = geometric.clamp(max=128).int().tolist()
-    decoded: list[int] = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: decoded.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    written = ragged(model, prompts(64), options(tokens=128, ends=[]), rooms=rooms)
-    assert [len(ids) for ids in written] == rooms
-    assert len(decoded) == max(rooms) > 40
-    assert sum(decoded) == sum(rooms)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[17] = math.nan
+    with pytest.raises(FloatingPointError, match="token 1 of row 0 are NaN"):
+        ragged(model, prompts(), options(do_sample=do_sample, top_k=0))
 
 
-class TestProblems:
-    @pytest.mark.parametrize("do_sample", [False, True])
-    def test_nan_logits_are_an_error(self, do_sample):
-        model = tiny.qwen2().eval()
-        with torch.no_grad():
-            model.get_output_embeddings().weight[17] = math.nan
-        with pytest.raises(FloatingPointError, match="token 1 of row 0 are NaN"):
-            ragged(model, prompts(), options(do_sample=do_sample, top_k=0))
-
-    @pytest.mark.parametrize(
-        ("given", "reason"),
-        [
-            ({"num_beams": 2}, "beam_search"),
-            ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
-            ({"stop_strings": ["x"]}, "stop_strings"),
-            ({"guidance_scale": 1.5}, "guidance_scale"),
-            ({"cache_implementation": "quantized"}, "quantized"),
-            ({"cache_implementation": "offloaded"}, "offloaded"),
-            ({"use_cache": False}, "use_cache"),
-        ],
-    )
-    def test_options_that_the_loop_does_not_support_are_recognised(self, given, reason):
-        assert reason in obstacle(tiny.qwen2(), options(**given))
-
-    def test_unsupported_options_of_the_models_own_config_are_recognised(self):
-        model = tiny.qwen2()
-        assert obstacle(model, options()) is None
-        model.generation_config.guidance_scale = 2.0
-        assert "guidance_scale" in obstacle(model, options())
+def test_options_that_the_loop_does_not_support_are_recognised():
+    model = tiny.qwen2()
+    assert obstacle(model, options()) is None
+    for given, reason in [
+        ({"num_beams": 2}, "beam_search"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"stop_strings": ["x"]}, "stop_strings"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"cache_implementation": "quantized"}, "quantized"),
+        ({"cache_implementation": "offloaded"}, "offloaded"),
+        ({"use_cache": False}, "use_cache"),
+    ]:
+        assert reason in obstacle(model, options(**given))
+    model.generation_config.guidance_scale = 2.0
+    assert "guidance_scale" in obstacle(model, options())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,12 @@ import torch
 from support import tiny
 
 from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd.rollout import FixedRollout
 from trl_opsd.rollout.returned import checked_stream
 
 
 class Own(RolloutBackend):
-    """Returns the completions that a test sets, and clears its prompts."""
+    """Returns what a test sets, or what its function makes of all prompts, and clears its prompts."""
 
     def __init__(self, written: Any) -> None:
         self.written = written
@@ -24,9 +24,17 @@ class Own(RolloutBackend):
         """Needs nothing."""
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> Any:
+        written = self.written(prompt_ids) if callable(self.written) else self.written
         for ids in prompt_ids:
             ids.clear()
-        return self.written
+        return written
+
+
+class OwnComplete(OPSDTrainer):
+    """Completes without its rollout."""
+
+    def complete(self, prompt_ids: list[list[int]]) -> Any:
+        return self.rollout.complete([[*ids] for ids in prompt_ids], 0)
 
 
 @pytest.mark.parametrize(
@@ -47,49 +55,45 @@ def test_ids_of_other_libraries_are_converted_to_int(make_trainer, row):
 
 
 WRONG: list[tuple[Any, str]] = [
-    (None, r"Own returned a NoneType \(None\) for 2 prompts: `complete` must return a list"),
-    (torch.zeros(2, 4, dtype=torch.int64), r"Own returned a Tensor of shape \(2, 4\) for 2 prompts: .*without padding"),
-    (np.zeros((2, 4), dtype=np.int64), r"Own returned a ndarray of shape \(2, 4\)"),
-    ({0: [7], 1: [8]}, "Own returned a dict"),
-    ((ids for ids in [[7], [8]]), "Own returned a generator"),
-    ([[7]], "Own returned 1 completions for 2 prompts"),
-    ([[7], [8], [9]], "Own returned 3 completions for 2 prompts"),
-    *(
-        ([[7], row], f"Own returned for prompt 1 {re.escape(said)}: expected a list of token ids, which are integers")
-        for row, said in [
-            (None, "a NoneType (None)"),
-            (8, "a int (8)"),
-            ("8", "a str ('8')"),
-            (torch.zeros(1, 3, dtype=torch.int64), "a Tensor of shape (1, 3)"),
-            (torch.tensor(3), "a Tensor of shape ()"),
-            ([8.0], "a list ([8.0])"),
-            (torch.tensor([8.0]), "a Tensor of shape (1,)"),
-            (np.array([np.nan]), "a ndarray of shape (1,)"),
-            ([None], "a list ([None])"),
-            ([[8], 9], "a list ([[8], 9])"),
-            (["8"], "a list (['8'])"),
-            ([True, 9], "a list ([True, 9])"),
-            (torch.tensor([True]), "a Tensor of shape (1,)"),
-            (np.array([True]), "a ndarray of shape (1,)"),
-            ([torch.tensor(True)], "a list ([tensor(True)])"),
-            ([2**70], "a list ([1180591620717411303424])"),
-        ]
-    ),
-    ([[7], [-1]], "A completion of Own contains the token id -1: expected ids of at least 0, without padding"),
-    ([[7], torch.tensor([8, -100])], "A completion of Own contains the token id -100"),
-    ([[7], [259]], "A completion of Own contains the token id 259, but the models have 259 ids"),
+    (None, r"returned a NoneType \(None\) for 2 prompts"),
+    (torch.zeros(2, 4, dtype=torch.int64), r"returned a Tensor of shape \(2, 4\) for 2 prompts: .*without padding"),
+    ({0: [7], 1: [8]}, "returned a dict"),
+    ([[7]], "returned 1 completions for 2 prompts"),
+    ([[7], [8], [9]], "returned 3 completions for 2 prompts"),
 ]
+WRONG_ROWS: list[tuple[Any, str]] = [
+    *(
+        (row, " for prompt 1 a .*: expected a list of token ids")
+        for row in (
+            None, 8, "8", torch.zeros(1, 3, dtype=torch.int64), torch.tensor(3), [8.0], torch.tensor([8.0]),
+            np.array([np.nan]), [None], [[8], 9], ["8"], [True, 9], torch.tensor([True]), [torch.tensor(True)], [2**70],
+        )
+    ),
+    ([-1], "contains the token id -1"),
+    (torch.tensor([8, -100]), "contains the token id -100"),
+    ([259], "contains the token id 259"),
+    ([7] * 25, "generated 25 tokens, but `max_completion_length=24`"),
+]  # fmt: skip
 
 
 def test_completions_that_are_no_token_ids_are_refused(make_trainer):
-    trainer = make_trainer(rollout=Own([]))
-    for written, message in WRONG:
+    trainer, subclass = make_trainer(rollout=Own([])), make_trainer(OwnComplete, rollout=Own([]))
+    for written, message in [*WRONG, *(([[7], row], message) for row, message in WRONG_ROWS)]:
         trainer.rollout.written = written
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"Own.*{message}"):
             trainer.complete([[5], [6]])
-    trainer.rollout.written = [torch.tensor([7, 8, 2]), np.array([9])]
-    trainer.train()
-    assert trainer.state.global_step == 3
+        subclass.rollout.written = written
+        with pytest.raises(ValueError, match=rf"OwnComplete\.complete.*{message}"):
+            subclass.train()
+    for one in (trainer, subclass):
+        one.rollout.written = [torch.tensor([7] * 24), np.array([9])]
+        one.train()
+        assert one.state.global_step == 3
+
+
+def test_an_unrecorded_prompt_is_named_in_the_error():
+    with pytest.raises(ValueError, match=r"for 1 of 2 prompts, the first with token ids \[9\]"):
+        FixedRollout({(1,): [2]}).complete([[1], [9]], step=0)
 
 
 # ---- Rows that are yielded as they end -------------------------------------------------------------------------------
@@ -108,21 +112,17 @@ def test_rows_of_a_stream_are_checked_as_they_come(make_trainer):
     assert {type(value) for row, ids in found for value in (row, *ids)} == {int}
 
 
-@pytest.mark.parametrize(
-    ("stream", "message"),
-    [
-        ([(2, [7])], "Own yielded row 2 for 2 prompts: expected each row once, starting from 0"),
-        ([(-1, [7])], "Own yielded row -1 for 2 prompts"),
-        ([(0, [7]), (0, [7])], "Own yielded row 0 a second time"),
-        ([(1, [7])], "Own yielded 1 completions for 2 prompts, none for row 0"),
-        ([(1, [8.0])], r"Own yielded for prompt 1 a list \(\[8.0\]\): expected a list of token ids"),
-        ([(1, [259])], "A completion of Own contains the token id 259"),
-        ([(1, [7] * 25)], "Own generated 25 tokens, but `max_completion_length=24`"),
-    ],
-)
-def test_invalid_rows_of_a_stream_are_refused(make_trainer, stream, message):
-    with pytest.raises(ValueError, match=message):
-        list(rows_from(make_trainer(), stream))
+def test_invalid_rows_of_a_stream_are_refused(make_trainer):
+    trainer = make_trainer()
+    for stream, message in [
+        ([(2, [7])], "yielded row 2 for 2 prompts"),
+        ([(-1, [7])], "yielded row -1 for 2 prompts"),
+        ([(0, [7]), (0, [7])], "yielded row 0 a second time"),
+        ([(1, [7])], "yielded 1 completions for 2 prompts, none for row 0"),
+        *(([(1, row)], message) for row, message in WRONG_ROWS),
+    ]:
+        with pytest.raises(ValueError, match=f"Own.*{message}"):
+            list(rows_from(trainer, stream))
 
 
 def test_closing_the_checked_stream_closes_the_stream(make_trainer):
@@ -147,48 +147,20 @@ def test_closing_the_checked_stream_closes_the_stream(make_trainer):
     assert log == ["closed"] * 2
 
 
-def test_a_rollout_without_streaming_yields_its_completions(make_trainer):
-    written = [[7, 8], [9]]
-    assert list(Own(written).stream([[5], [6]], 0)) == [(0, [7, 8]), (1, [9])]
-    for returned, message in [(None, "Own returned a NoneType"), ([[7]], "Own returned 1 completions for 2 prompts")]:
-        with pytest.raises(ValueError, match=message):
+def test_a_rollout_without_streaming_yields_its_completions():
+    assert list(Own([[7, 8], [9]]).stream([[5], [6]], 0)) == [(0, [7, 8]), (1, [9])]
+    for returned, message in WRONG:
+        with pytest.raises(ValueError, match=f"Own {message}"):
             Own(returned).stream([[5], [6]], 0)
 
 
-# ---- What follows the prompt, within the limit; and nothing else changed ---------------------------------------------
+# ---- What follows the prompt, and nothing else changed ---------------------------------------------------------------
 
 
-class Answering(RolloutBackend):
-    """Returns what a function makes of all prompts."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-
-    def bind(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> Any:
-        return self.answer(self, prompt_ids)
-
-
-class OwnComplete(OPSDTrainer):
-    """Completes without its rollout."""
-
-    def complete(self, prompt_ids: list[list[int]]) -> Any:
-        return self.rollout.answer(self.rollout, prompt_ids)
-
-
-REPEATED = "starts with its whole prompt, which would be trained on"
-
-
-def whole(pad: int) -> Any:
+def whole(prompt_ids: list[list[int]]) -> list[list[int]]:
     """What `generate` returns: prompts, padded on the left, and what follows."""
-
-    def rows(_: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
-        longest = max(map(len, prompt_ids))
-        return [[pad] * (longest - len(ids)) + ids + [7, 8] for ids in prompt_ids]
-
-    return rows
+    longest = max(map(len, prompt_ids))
+    return [[0] * (longest - len(ids)) + ids + [7, 8] for ids in prompt_ids]
 
 
 @pytest.mark.parametrize("end", [2, 0], ids=["padded with another token", "padded with the end token"])
@@ -196,43 +168,24 @@ def whole(pad: int) -> Any:
 def test_completions_that_begin_with_their_prompts_warn(make_trainer, caplog, cls, end):
     student = tiny.qwen2()
     student.generation_config.eos_token_id = [2, end]
-    make_trainer(cls, model=student, rollout=Answering(whole(pad=0)), max_completion_length=48).train()
-    name = "OwnComplete.complete" if cls is OwnComplete else "Answering"
-    assert caplog.text.count(f"Every completion returned by {name} {REPEATED}") == 1
+    make_trainer(cls, model=student, rollout=Own(whole), max_completion_length=48).train()
+    name = "OwnComplete.complete" if cls is OwnComplete else "Own"
+    assert caplog.text.count(f"Every completion returned by {name} starts with its whole prompt") == 1
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "prompts"),
     [
-        lambda _, prompts: [[7, 8] for _ in prompts],
-        lambda _, prompts: [prompts[0] + [7], *([7, 8] for _ in prompts[1:])],  # one of them
-        lambda _, prompts: [[*ids[:-1], 7] for ids in prompts],  # a part of each
-        lambda _, prompts: [[] for _ in prompts],
+        (lambda prompts: [prompts[0] + [7], *([7, 8] for _ in prompts[1:])], tiny.PROMPTS),  # one of them
+        (lambda prompts: [[*ids[:-1], 7] for ids in prompts], tiny.PROMPTS),  # a part of each
+        (lambda prompts: [[] for _ in prompts], tiny.PROMPTS),
+        (whole, ["a", "xy"] * 2),  # which may be by chance
     ],
 )
-def test_completions_that_do_not_repeat_prompts_do_not_warn(make_trainer, caplog, answer):
-    make_trainer(rollout=Answering(answer)).train()
-    assert REPEATED not in caplog.text
-
-
-def test_short_repeated_prompts_do_not_warn(make_trainer, caplog):
-    prompts = tiny.rows(1).from_dict({"prompt": ["a", "xy"] * 2})
-    make_trainer(train_dataset=prompts, rollout=Answering(whole(pad=0))).train()
-    assert REPEATED not in caplog.text
-
-
-@pytest.mark.parametrize("cls", [OPSDTrainer, OwnComplete])
-def test_a_completion_over_the_limit_is_refused(make_trainer, cls):
-    make_trainer(cls, rollout=Answering(lambda _, prompts: [[7] * 24 for _ in prompts])).train()
-    trainer = make_trainer(cls, rollout=Answering(lambda _, prompts: [[7] * 25 for _ in prompts]))
-    with pytest.raises(ValueError, match="generated 25 tokens, but `max_completion_length=24`: limit it to that"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("written", [[[7]], [[7], [8.0]], [[7], [259]], None])
-def test_completions_of_a_subclass_are_checked(make_trainer, written):
-    with pytest.raises(ValueError, match=r"OwnComplete\.complete (returned|contains)"):
-        make_trainer(OwnComplete, rollout=Answering(lambda *_: written)).train()
+def test_completions_that_do_not_repeat_prompts_do_not_warn(make_trainer, caplog, answer, prompts):
+    dataset = tiny.rows(1).from_dict({"prompt": prompts})
+    make_trainer(train_dataset=dataset, rollout=Own(answer)).train()
+    assert "starts with its whole prompt" not in caplog.text
 
 
 @pytest.mark.parametrize("verb", ["complete", "teach", "weigh"])

@@ -63,23 +63,22 @@ def test_completions_of_the_dataset_are_left_out(make_trainer):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("options", "reads"),
-    [
-        ({}, (True, True)),
-        ({"temperature": 0.5}, (False, False)),
-        pytest.param({"student_temperature": 0.5}, (False, False), marks=long),
-        ({"generation_kwargs": {"temperature": 0.5}}, (False, False)),
-        pytest.param({"generation_kwargs": {"max_new_tokens": 5}}, (True, True), marks=long),
-        pytest.param({"top_p": 0.9}, (False, False), marks=long),
-        ({"eval_temperature": 0.0}, (True, False)),
-        ({"divergence": "sampled_reverse_kl"}, (True, False)),
-    ],
-    ids=str,
-)
-def test_a_sampler_that_differs_by_an_option_is_not_measured(make_trainer, options, reads):
-    trainer = make_trainer(rollout=Told({}), **options)
-    assert (trainer.model.train() and trainer.reads_logprobs, trainer.model.eval() and trainer.reads_logprobs) == reads
+def test_a_sampler_that_differs_by_an_option_is_not_measured(make_trainer):
+    for options, in_training, in_evaluation in [
+        ({}, True, True),
+        ({"temperature": 0.5}, False, False),
+        ({"student_temperature": 0.5}, False, False),
+        ({"generation_kwargs": {"temperature": 0.5}}, False, False),
+        ({"generation_kwargs": {"max_new_tokens": 5}}, True, True),
+        ({"top_p": 0.9}, False, False),
+        ({"eval_temperature": 0.0}, True, False),
+        ({"divergence": "sampled_reverse_kl"}, True, False),
+    ]:
+        trainer = make_trainer(rollout=Told({}), **options)
+        trainer.model.train()
+        assert trainer.reads_logprobs is in_training, options
+        trainer.model.eval()
+        assert trainer.reads_logprobs is in_evaluation, options
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "sampled_reverse_kl"])

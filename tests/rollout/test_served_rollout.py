@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import forks, tiny
+from support import tiny
 from test_sglang_client import INFO, Server
+from told_server import running
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.errors import ServerError, SyncError
+from trl_opsd.errors import ServerError
 
 CONTEXT = 120
 
@@ -30,18 +30,15 @@ class Engine(Server):
         self.model = tiny.qwen2(seed=9)
         self.rows: list[tuple[int, ...]] = []
         """Prompts that were completed, but those of proofs."""
-        self.dies_after = self.refuses_after = float("inf")
-        """Rows until it only hangs up, or answers 500."""
-        self.is_deaf, self.lock = False, threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.dies_after = float("inf")
+        """Rows until it only hangs up."""
+        self.lock = threading.Lock()
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         if len(self.rows) >= self.dies_after:
             raise ConnectionAbortedError  # the connection is closed without an answer
-        if len(self.rows) >= self.refuses_after and path != "/health":
-            return 500, {"error": "out of order"}
         found = super().answer(path, body)
-        if path == "/end_weight_update" and self.received and not self.is_deaf:
+        if path == "/end_weight_update" and self.received:
             self.model.load_state_dict(self.received)
         return found
 
@@ -70,44 +67,28 @@ class Engine(Server):
             found["meta_info"]["input_token_logprobs"] = entries[: len(ids)] if start == 0 else []
         return found
 
-    def handle_error(self, *_: Any) -> None:
-        """Prints nothing."""
-
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    made = Engine()
-    threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with running(Engine()) as made:
+        yield made
 
 
 @pytest.fixture
-def serve(engine: Engine, tmp_path: Any) -> Iterator[Callable[..., OPSDTrainer]]:
+def serve(engine: Engine, make_trainer: Callable[..., OPSDTrainer]) -> Iterator[Callable[..., OPSDTrainer]]:
     """Builds a trainer that generates greedily with it."""
     made: list[OPSDTrainer] = []
 
     def serve(**given: Any) -> OPSDTrainer:
-        made.append(trainer_of(tmp_path, engine.url, **given))
+        options = {"sglang_server_url": engine.url, "vllm_server_timeout": 0.0, "vllm_max_model_length": CONTEXT}
+        options |= {"max_completion_length": 6, "top_k": 1, "learning_rate": 1e-2, **given}
+        made.append(make_trainer(model=tiny.qwen2(seed=3), rollout=None, **options))
         return made[-1]
 
     yield serve
     for trainer in made:
         with suppress(ServerError):
             trainer.rollout.close()
-
-
-def trainer_of(folder: Path, url: str, **given: Any) -> OPSDTrainer:
-    options = {"sglang_server_url": url, "vllm_server_timeout": 0.0, "top_k": 1, "learning_rate": 1e-2}
-    options |= {"vllm_max_model_length": CONTEXT, "max_completion_length": 6, **given}
-    return OPSDTrainer(
-        model=tiny.qwen2(seed=3),
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=tiny.config(folder, **options),
-        train_dataset=tiny.rows(),
-        processing_class=tiny.tokenizer(),
-    )
 
 
 def greedy(trainer: OPSDTrainer, prompts: list[list[int]]) -> list[list[int]]:
@@ -140,9 +121,6 @@ def singly(trainer: OPSDTrainer, prompts: list[list[int]]) -> list[list[int]]:
         return list(threads.map(ask, range(len(prompts)), prompts))
 
 
-# ---- One process ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ask", [complete, stream, singly])
 def test_rows_are_the_students_and_follow_its_weights(serve, engine, ask):
     trainer = serve()
@@ -162,70 +140,3 @@ def test_a_server_that_dies_ends_the_run_and_is_named(serve, engine, overlap):
         trainer.train()
     assert time.monotonic() - began < 20
     assert len(engine.rows) == 3
-
-
-def test_a_server_that_refuses_ends_the_run(serve, engine):
-    trainer = serve()
-    engine.refuses_after = 1
-    with pytest.raises(ServerError, match=rf"SGLang server at {engine.url}.*returned 500: .*out of order"):
-        complete(trainer, trainer.tokenize(tiny.PROMPTS))
-
-
-def test_stale_weights_are_found_and_can_be_sent_again(serve, engine):
-    trainer = serve()
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    engine.is_deaf = True
-    with pytest.raises(SyncError, match=r"the SGLang server and the student disagree"):
-        complete(trainer, prompts)
-    assert not engine.rows, "nothing was generated"
-    engine.is_deaf = False
-    assert complete(trainer, prompts) == greedy(trainer, prompts)
-
-
-def test_a_shorter_context_is_refused_and_another_dtype_is_warned_of(serve, engine, caplog):
-    info = engine.answers["/server_info"][1]
-    info["max_req_input_len"] -= 10
-    with pytest.raises(
-        ValueError, match=rf"context is {CONTEXT - 10} tokens, the student's {CONTEXT}.*, at {engine.url}"
-    ):
-        serve()
-    info["max_req_input_len"] += 10
-    info["dtype"] = "bfloat16"
-    serve()
-    assert f"{engine.url} computes in torch.bfloat16, but the student in torch.float32" in caplog.text
-
-
-# ---- Two processes ---------------------------------------------------------------------------------------------------
-
-
-def in_two(folder: Path, url: str, dies: str) -> dict[str, Any]:
-    """What each process gets of the rows that it asks for; where the server dies for one, all are told."""
-    trainer = trainer_of(folder / "out", url)
-    rank = trainer.accelerator.process_index
-    prompts = trainer.tokenize(tiny.PROMPTS[: 3 + rank])
-    found, request = complete(trainer, prompts), trainer.rollout.server.http.request
-
-    async def gone(method: str, path: str, **given: Any) -> Any:
-        if path == trainer.rollout.server.path:
-            raise ServerError("It is gone")
-        return await request(method, path, **given)
-
-    if rank == int(dies):
-        trainer.rollout.server.http.request = gone
-    with pytest.raises(ServerError, match="It is gone"):
-        complete(trainer, prompts)
-    trainer.rollout.server.http.request = request
-    trainer.train()
-    trainer.rollout.close()
-    return {"found": found, "losses": tiny.logged(trainer, "loss")}
-
-
-@pytest.mark.long
-@pytest.mark.distributed
-@pytest.mark.timeout(forks.SECONDS + 60)
-@pytest.mark.parametrize("dies", ["0", "1"])
-def test_a_death_in_one_process_is_told_to_all(engine, tmp_path, dies):
-    first, second = forks.results("ddp", in_two, tmp_path, engine.url, dies).values()
-    assert (len(first["found"]), len(second["found"])) == (3, 4)
-    assert first["found"] == second["found"][:3]
-    assert len(first["losses"]) == 3

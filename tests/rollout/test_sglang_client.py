@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
 from support import tiny
+from told_server import Told, running
 from torch import distributed
 
+from trl_opsd._compat import weight_group
 from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang, weight_sync
 from trl_opsd.rollout.served import ServedRollout
@@ -29,27 +28,21 @@ URL = "http://127.0.0.1:30000"
 ROW = ([5, 6, 7], {"max_tokens": 4, "stop_token_ids": [2], "logprobs": 0, "prompt_logprobs": 0})
 
 
-class Server(ThreadingHTTPServer):
+class Server(Told):
     """Answers as SGLang does, with what `spoil` makes of it, and receives weights in a group."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[tuple[str, Any]] = []
-        self.answers: dict[str, tuple[int, Any]] = {"/health": (200, b""), "/server_info": (200, dict(INFO))}
+        super().__init__({"/health": (200, b""), "/server_info": (200, dict(INFO))})
         self.spoil: Callable[[dict[str, Any]], Any] = lambda row: row
         self.version = "default"
         self.received: dict[str, torch.Tensor] = {}
-
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path in self.answers:
             return self.answers[path]
         if path == "/generate":
-            return 200, self.spoil(self.row(*_told(body)))
+            asked = [body[name] for name in ("input_ids", "sampling_params", "return_logprob", "logprob_start_len")]
+            return 200, self.spoil(self.row(*asked))
         if path == "/init_weights_update_group":
             self.join(body)
         if path == "/update_weights_from_distributed":
@@ -83,36 +76,10 @@ class Server(ThreadingHTTPServer):
         self.group = distributed.ProcessGroupGloo(store, body["rank_offset"], size, timedelta(seconds=20))
 
 
-def _told(body: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(body[name] for name in ("input_ids", "sampling_params", "return_logprob", "logprob_start_len"))
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
-        self.server.asked.append((path, body))
-        status, answer = self.server.answer(path, body)
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
-
-    do_POST = do_GET
-
-    def log_message(self, *args: Any) -> None:
-        """Logs nothing."""
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server()
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with running(Server()) as server:
+        yield server
 
 
 @pytest.fixture
@@ -123,50 +90,34 @@ def client(server: Server) -> Iterator[ServedRollout]:
 
 
 def connected(server: Server, **given: Any) -> ServedRollout:
-    url = f"http://127.0.0.1:{server.server_port}"
-    args = tiny.config("nothing is written", **{"sglang_server_url": url, "vllm_server_timeout": 0.0, **given})
+    args = tiny.config("nothing is written", **{"sglang_server_url": server.url, "vllm_server_timeout": 0.0, **given})
     made = ServedRollout(args, SGLangServer)
     made.server.http._deadline = DEADLINE
     return made
 
 
-def wrote(client: ServedRollout, rows: list[tuple[list[int], dict[str, Any]]], ask: str = "write") -> list[Any]:
-    """The completions of prompts with their options; those of `write_each` with their numbers."""
-    return list(getattr(client, ask)([ids for ids, _ in rows], [options for _, options in rows]))
+def wrote(client: ServedRollout, *rows: tuple[list[int], dict[str, Any]]) -> list[Any]:
+    """The completions of prompts with their options."""
+    return client.write([ids for ids, _ in rows], [options for _, options in rows])
 
 
 # ---- The server ------------------------------------------------------------------------------------------------------
 
 
-def test_an_absent_server_is_an_error_after_the_server_timeout(server):
-    server.server_close()
-    with pytest.raises(ValueError, match=r"No SGLang server at http.*`vllm_server_timeout=0`.*`sglang_server_url`"):
-        connected(server)
-
-
 @pytest.mark.parametrize(
-    "told",
+    ("name", "value"),
     [
-        {"dtype": "auto"},
-        {"dp_size": 2},
-        {"pp_size": 2},
-        {"enable_deterministic_inference": True},
-        {"max_req_input_len": "20"},
-        {"tp_size": True},
-        {"device": None},
+        ("dtype", "auto"),
+        ("dp_size", 2),
+        ("pp_size", 2),
+        ("enable_deterministic_inference", True),
+        ("max_req_input_len", "20"),
+        ("tp_size", True),
     ],
-    ids=str,
 )
-def test_a_configuration_that_cannot_work_is_refused(server, told):
-    server.answers["/server_info"] = (200, {**INFO, **told})
-    ((name, value),) = told.items()
+def test_a_configuration_that_cannot_work_is_refused(server, name, value):
+    server.answers["/server_info"] = (200, {**INFO, name: value})
     with pytest.raises(ServerError, match=f"{name}={value!r}: Input should be"):
-        connected(server)
-
-
-def test_another_kind_of_server_is_refused(server):
-    server.answers["/server_info"] = (404, {"detail": "Not Found"})
-    with pytest.raises(ServerError, match=r"/server_info returned 404: .*Not Found"):
         connected(server)
 
 
@@ -175,32 +126,22 @@ def test_another_kind_of_server_is_refused(server):
 
 def test_each_row_is_a_request_with_its_own_options(server, client):
     rows = [ROW, ([8], {"max_tokens": 2, "temperature": 0.5, "seed": 3}), ([1] * 19, {"max_tokens": 9, "logprobs": 0})]
-    first, second, third = wrote(client, rows)
-    assert first.prompt_ids == [5, 6, 7]
-    assert first.completion_ids == [9] * 4
-    assert first.prompt_logprobs == [-0.25] * 2
-    assert first.logprobs == [-0.5] * 4
+    first, second, third, full = wrote(client, *rows, ([1] * 20, {"max_tokens": 2}))
+    assert (first.prompt_ids, first.completion_ids) == ([5, 6, 7], [9] * 4)
+    assert (first.logprobs, first.prompt_logprobs) == ([-0.5] * 4, [-0.25] * 2)
     assert (second.completion_ids, second.logprobs, second.prompt_logprobs) == ([9] * 2, [], [])
     assert len(third.completion_ids) == 5, "up to the context of the server"
     assert (len(third.logprobs), third.prompt_logprobs) == (5, [])
+    assert full.completion_ids == [], "which is not sent"
     bodies = {len(body["input_ids"]): body for path, body in server.asked if path == "/generate"}
-    assert [bodies[len(ids)]["sampling_params"] for ids, _ in rows] == [
-        {"stop_token_ids": [2], "max_new_tokens": 4},
-        {"stop_token_ids": [], "max_new_tokens": 2, "temperature": 0.5},
-        {"stop_token_ids": [], "max_new_tokens": 5},
-    ]
-    assert [bodies[len(ids)]["return_logprob"] for ids, _ in rows] == [True, False, True]
-    assert [bodies[len(ids)]["logprob_start_len"] for ids, _ in rows] == [0, -1, -1]
-    assert wrote(client, []) == []
-
-
-def test_a_prompt_that_fills_the_context_is_not_sent(server, client):
-    rows = [([1] * 20, {"max_tokens": 2}), ROW]
-    assert [row.completion_ids for row in wrote(client, rows)] == [[], [9] * 4]
-    assert [(number, len(row.completion_ids)) for number, row in wrote(client, rows, "write_each")] == [
-        (0, 0),
-        (1, 4),
-    ]
+    for (ids, _), sampling, scored, start in [
+        (rows[0], {"stop_token_ids": [2], "max_new_tokens": 4}, True, 0),
+        (rows[1], {"stop_token_ids": [], "max_new_tokens": 2, "temperature": 0.5}, False, -1),
+        (rows[2], {"stop_token_ids": [], "max_new_tokens": 5}, True, -1),
+    ]:
+        asked = {"sampling_params": sampling, "return_logprob": scored, "logprob_start_len": start}
+        assert bodies.pop(len(ids)) == {"input_ids": ids, **asked}
+    assert not bodies
 
 
 def told(**changes: Any) -> Callable[[dict[str, Any]], Any]:
@@ -215,50 +156,44 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[dict[str, Any]], 
     return lambda row: spoil({**row, "output_ids": ids})
 
 
-@pytest.mark.parametrize("ask", ["write", "write_each"])
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda row: [row], "returned content=.*: Input should be an object"),
-        (lambda row: {"error": "no"}, "output_ids=.*: Field required"),
-        (lambda row: b"<html>", "Invalid JSON"),
-        (lambda row: {**row, "output_ids": [9, 9, 9, -1]}, r"output_ids.3=-1: Input should be greater than or equal"),
-        (lambda row: {**row, "meta_info": None}, "meta_info=None"),
-        (told(prompt_tokens=2), "counted 2 tokens in a prompt of 3"),
-        (told(finish_reason={"type": "abort", "message": "out of memory"}), "out of memory.*expected 4 tokens"),
-        (ended({"type": "length", "length": 2}, [9, 9]), "generated 2 tokens and .*expected 4 tokens"),
-        (ended({"type": "length", "length": 5}, [9] * 5), "generated 5 tokens"),
-        (ended({"type": "stop", "matched": 2}, [9, 9]), "generated 2 tokens and .*'matched': 2"),
-        (ended({"type": "stop", "matched": "NaN happened"}, [9, 0]), "NaN happened"),
-        (
-            ended({"type": "stop", "matched": 3}, [9, 3]),
-            r"'matched': 3.*one of \[2\] as the last. Start it with a checkpoint that has the student's end tokens",
-        ),
-        (ended({"type": "stop", "matched": 2}, []), "generated 0 tokens"),
-        (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "log-probabilities .*a finite one for each of 4"),
-        (told(output_token_logprobs=[[-0.5, 8, None]] * 4), "a finite one for each of 4"),
-        (told(output_token_logprobs=[[None, 9, None]] * 4), "a finite one for each of 4"),
-        (told(output_token_logprobs=None), "log-probabilities None"),
-        (told(input_token_logprobs=[[None, 5, None], [-1, 6, None]]), "a finite one for each of 2"),
-        (told(input_token_logprobs=[[None, 5, None], [None, 6, None], [-1, 7, None]]), "a finite one for each of 2"),
-        (told(weight_version="other"), r"with the weights \['other', 'run-1'\]"),
-        (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "another program sent it weights"),
-    ],
-)
-def test_an_answer_to_another_request_is_refused(server, client, ask, spoil, message):
+WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda row: {"error": "no"}, "output_ids=.*: Field required"),
+    (lambda row: b"<html>", "Invalid JSON"),
+    (lambda row: {**row, "output_ids": [9, 9, 9, -1]}, r"output_ids.3=-1: Input should be greater than or equal"),
+    (lambda row: {**row, "meta_info": None}, "meta_info=None"),
+    (told(prompt_tokens=2), "counted 2 tokens in a prompt of 3"),
+    (told(finish_reason={"type": "abort", "message": "out of memory"}), "out of memory.*expected 4 tokens"),
+    (ended({"type": "length", "length": 2}, [9, 9]), "generated 2 tokens and .*expected 4 tokens"),
+    (ended({"type": "length", "length": 5}, [9] * 5), "generated 5 tokens"),
+    (ended({"type": "stop", "matched": 2}, [9, 9]), "generated 2 tokens and .*'matched': 2"),
+    (ended({"type": "stop", "matched": "NaN happened"}, [9, 0]), "NaN happened"),
+    (ended({"type": "stop", "matched": 3}, [9, 3]), r"'matched': 3.*one of \[2\] as the last. Start it with"),
+    (ended({"type": "stop", "matched": 2}, []), "generated 0 tokens"),
+    (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "log-probabilities .*a finite one for each of 4"),
+    (told(output_token_logprobs=[[-0.5, 8, None]] * 4), "a finite one for each of 4"),
+    (told(output_token_logprobs=[[None, 9, None]] * 4), "a finite one for each of 4"),
+    (told(output_token_logprobs=None), "log-probabilities None"),
+    (told(input_token_logprobs=[[None, 5, None], [-1, 6, None]]), "a finite one for each of 2"),
+    (told(input_token_logprobs=[[None, 5, None], [None, 6, None], [-1, 7, None]]), "a finite one for each of 2"),
+    (told(weight_version="other"), r"with the weights \['other', 'run-1'\]"),
+    (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "another program sent it weights"),
+]
+
+
+def test_an_answer_to_another_request_is_refused(server, client):
     client.server.version = server.version = "run-1"
-    wrote(client, [ROW], ask)
-    server.spoil = spoil
-    with pytest.raises(ServerError, match=message):
-        wrote(client, [ROW], ask)
+    wrote(client, ROW)
+    for server.spoil, message in WRONG:
+        with pytest.raises(ServerError, match=message):
+            wrote(client, ROW)
 
 
 def test_a_row_that_ends_early_ends_with_an_end_token(server, client):
     server.spoil = ended({"type": "stop", "matched": 2}, [9, 2])
-    [row] = wrote(client, [ROW])
+    [row] = wrote(client, ROW)
     assert row.completion_ids == [9, 2]
     server.spoil = ended({"type": "stop", "matched": 8}, [9, 8])
-    [row] = wrote(client, [(ROW[0], {**ROW[1], "regex": "a+"})])
+    [row] = wrote(client, (ROW[0], {**ROW[1], "regex": "a+"}))
     assert row.completion_ids == [9, 8], "a grammar has ended it"
 
 
@@ -273,6 +208,7 @@ def weights(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
 def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeypatch):
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50)
     client.server.open(torch.device("cpu"))
+    assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"], "an open session is closed"
     for factor in (1.0, 2.0, 3.0):
         server.asked.clear()
         client.server.update(weights(factor))
@@ -283,12 +219,14 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
         for name, tensor in weights(factor):
             assert torch.equal(server.received[name], tensor)
         assert client.server.version == server.version
-        assert len(wrote(client, [ROW])) == 1
+        assert len(wrote(client, ROW)) == 1
     client.server.reset_prefixes()
     assert server.paths()[-1] == "/flush_cache"
     server.answers["/flush_cache"] = (400, b"Flush cache failed.")
     with pytest.raises(ServerError, match=r"did not reset its prefix cache.*Flush cache failed"):
         client.server.reset_prefixes()
+    client.close()
+    assert server.paths()[-1] == "/destroy_weights_update_group"
 
 
 @pytest.mark.parametrize(
@@ -317,8 +255,6 @@ def test_failed_update_is_an_error_and_none_follows(server, client, monkeypatch,
 
 
 def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch):
-    from trl_opsd._compat import weight_group
-
     monkeypatch.setattr(weight_group, "MEET_SECONDS", 1.0)
     monkeypatch.setattr(sglang, "MEET_SECONDS", 1.0)
     server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
@@ -329,22 +265,13 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
         client.server.open(torch.device("cpu"))
 
 
-def test_an_open_session_is_closed_first(server, client):
-    client.server.open(torch.device("cpu"))
-    assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"]
-    client.close()
-    assert server.paths()[-1] == "/destroy_weights_update_group"
-
-
 # ---- Options ---------------------------------------------------------------------------------------------------------
 
 
 def test_options_are_translated():
     more = {"min_new_tokens": 2, "logit_bias": {"5": 1.0}, "temperature": 0.0}
-    args = tiny.config(
-        "x", sglang_server_url=URL, temperature=0.7, top_k=5, min_p=0.1, top_p=0.9, generation_kwargs=more
-    )
-    assert sampling_params(args, [2, 3]) == {
+    given = {"temperature": 0.7, "top_k": 5, "min_p": 0.1, "top_p": 0.9, "generation_kwargs": more}
+    assert sampling_params(tiny.config("x", sglang_server_url=URL, **given), [2, 3]) == {
         "temperature": 0.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.0, "min_new_tokens": 2,
         "logit_bias": {"5": 1.0}, "stop_token_ids": [2, 3], "ignore_eos": False,
     }  # fmt: skip

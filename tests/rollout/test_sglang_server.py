@@ -7,40 +7,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
-import requests
 import torch
-from support import tiny
+from support import serving, tiny
 
 pytest.importorskip("vllm")
 
-import sglang_lab
 from alike import Alike, stir
 from server_lab import CONTEXT
 from vllm_lab import by_hf, gap, lora, student
 
-from trl_opsd import OPSDTrainer
 from trl_opsd._compat import weight_group
 from trl_opsd.errors import ServerError
 from trl_opsd.rollout import weight_sync
-from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.sglang import SGLangServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
+@dataclass
+class Server:
+    """A running server."""
+
+    process: Popen[bytes]
+    options: dict[str, Any]
+    """Config options that point to it."""
+
+    def stop(self) -> None:
+        """Ends it with all of its processes, whatever they are doing."""
+        serving.end(self.process, seconds=0)
+
+
+@contextmanager
+def sglang(folder: Path, shape: str = "qwen2", tied: bool = True, *further: str) -> Iterator[Server]:
+    """A server of a random student; starting it takes about 17 seconds."""
+    student(folder / "student", shape, tied=tied, seed=5)
+    tiny.tokenizer().save_pretrained(folder / "student")
+    flags = ("--context-length", CONTEXT, "--max-total-tokens", 8192, "--max-running-requests", 16, *further)
+    with serving.sglang(str(folder / "student"), folder / "log", *map(str, flags)) as (url, process):
+        options = {"use_vllm": False, "sglang_server_url": url, "vllm_max_model_length": CONTEXT}
+        server = Server(process, options)
+        yield server
+        server.stop()
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Config options that point to an SGLang server with a tied head, for all tests that leave it alive."""
-    with sglang_lab.running(tmp_path_factory.mktemp("served")) as running:
+    with sglang(tmp_path_factory.mktemp("served")) as running:
         yield running.options
 
 
 class TestSGLang(Alike):
-    client, sender, sends = SGLangServer, SGLangServer, "_call"
+    client, sender, sends, least = SGLangServer, SGLangServer, "_call", "min_new_tokens"
+
+    @pytest.fixture(autouse=True)
+    def _in_parts(self, monkeypatch):
+        monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 30_000)
 
     def test_a_later_trainer_takes_the_server_from_an_unclosed_one(self, serve, make, server, tmp_path):
         first = serve(top_k=1)
@@ -66,7 +95,7 @@ def test_a_completion_ends_with_the_context_of_the_server(serve):
 
 @pytest.mark.parametrize(("shape", "tied"), [("llama", False)])
 def test_other_families_are_synced_and_written_alike(make, tmp_path_factory, shape, tied):
-    with sglang_lab.running(tmp_path_factory.mktemp(shape), shape, tied) as server:
+    with sglang(tmp_path_factory.mktemp(shape), shape, tied) as server:
         trainer = make(shape=shape, tied=tied, top_k=1, **server.options)
         prompts = trainer.tokenize(tiny.PROMPTS)
         for _ in range(3):
@@ -76,73 +105,18 @@ def test_other_families_are_synced_and_written_alike(make, tmp_path_factory, sha
         trainer.rollout.close()
 
 
-def test_weights_are_sent_in_parts(serve, monkeypatch):
-    sent = []
-    send = SGLangServer._send
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 30_000)
-    monkeypatch.setattr(SGLangServer, "_send", lambda self, *given: (sent.append(len(given[2])), send(self, *given)))
-    trainer = serve()
-    trainer.complete(trainer.tokenize(["a"]))
-    assert len(sent) > 5
-    assert max(sent) > 1
-    assert gap(trainer) <= 1e-4
-
-
-def test_a_session_left_open_by_a_killed_run_is_closed(serve, server):
-    opened = requests.post(f"{server['sglang_server_url']}/begin_weight_update", json={}, timeout=60)
-    assert opened.json()["success"]
-    trainer = serve()
-    trainer.complete(trainer.tokenize(["a"]))
-    assert gap(trainer) <= 1e-4
-
-
-def test_options_reach_a_server(serve):
-    trainer = serve(temperature=1.9, generation_kwargs={"min_new_tokens": 16})
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    hot = trainer.complete(prompts * 4)
-    assert all(len(ids) == 16 for ids in hot)
-    assert max(map(max, hot)) >= 100
-    trainer.rollout.close()
-    trainer.teaching.readers = replace(trainer.readers, student_limits=replace(trainer.limits, vocabulary=100))
-    trainer.rollout = ServedRollout(trainer.args, SGLangServer)
-    assert max(map(max, trainer.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
-
+def test_options_of_its_own_reach_a_server(serve):
     biased = serve(generation_kwargs={"logit_bias": {"77": 1e6}})
+    prompts = biased.tokenize(tiny.PROMPTS)
     assert {token for ids in biased.complete(prompts) for token in ids} == {77}
     cold = serve(generation_kwargs={"temperature": 0.0})
-    greedy = serve(model=cold.model, top_k=1)
-    assert cold.rollout is not greedy.rollout
-    assert greedy.complete(prompts) == by_hf(greedy, prompts)
+    assert cold.complete(prompts) == by_hf(serve(model=cold.model, top_k=1), prompts)
     never = serve(generation_kwargs={"ignore_eos": True})
     assert all(len(ids) == 16 for ids in never.complete(prompts))
 
 
-def test_rows_come_as_they_end_until_weights_are_sent(serve):
-    trainer = serve(top_k=1, max_completion_length=150)
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    trainer.complete(prompts[:1])
-    rows = [*prompts, [5] * (CONTEXT - 20), [5] * (CONTEXT - 2)]
-    expected = by_hf(trainer, rows)
-    numbered = dict(trainer.rollout.stream(rows, 0))
-    assert sorted(numbered) == list(range(len(rows)))
-    assert [numbered[row] for row in range(len(prompts))] == expected[: len(prompts)]
-    assert numbered[len(rows) - 1] == [], "there was no room for any"
-    order = [number for number, _ in trainer.rollout.stream(rows, 0)]
-    assert order[:2] == [len(rows) - 1, len(rows) - 2], "the shortest come first"
-
-    taken = trainer.rollout.stream(rows[:-1], 0)
-    assert next(taken)[0] == len(prompts), "and the others are under way"
-    stir(trainer)
-    start = time.monotonic()
-    assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
-    print(f"\n{time.monotonic() - start:.1f} s to give up rows, sync and write")
-    assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
-    with pytest.raises(RuntimeError, match=rf"{len(prompts)} of {len(prompts) + 1} rows were dropped"):
-        list(taken)
-
-
 def test_a_server_that_exits_is_an_error_at_once(make, tmp_path_factory):
-    with sglang_lab.running(tmp_path_factory.mktemp("killed")) as server:
+    with sglang(tmp_path_factory.mktemp("killed")) as server:
         trainer = make(tied=True, **server.options)
         prompts = trainer.tokenize(tiny.PROMPTS)
         trainer.complete(prompts)
@@ -162,24 +136,16 @@ def test_a_server_that_exits_is_an_error_at_once(make, tmp_path_factory):
                 trainer.complete(prompts)
         with pytest.raises(ServerError, match=r"is disconnected.*restart the training"):
             trainer.complete(prompts)
-        print(f"\n{time.monotonic() - start:.1f} s until both errors")
         assert time.monotonic() - start < 20
         trainer.rollout.close()
 
 
-def test_adapters_are_sent_in_the_request_after_each_step(tmp_path, tmp_path_factory):
+def test_adapters_are_sent_in_the_request_after_each_step(make_trainer, tmp_path_factory):
     flags = ("--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", "all", "--lora-backend", "torch_native")
     folder = tmp_path_factory.mktemp("lora")
-    with sglang_lab.running(folder, "qwen2", False, *flags) as server:
+    with sglang(folder, "qwen2", False, *flags) as server:
         options = {**server.options, "vllm_weight_sync": "adapter", "max_completion_length": 12, "top_k": 1}
-        trainer = OPSDTrainer(
-            model=str(folder / "student"),
-            teacher_model=tiny.qwen2(48, seed=1),
-            args=tiny.config(tmp_path, **options),
-            train_dataset=tiny.rows(),
-            processing_class=tiny.tokenizer(),
-            peft_config=lora(),
-        )
+        trainer = make_trainer(model=str(folder / "student"), rollout=None, peft_config=lora(), **options)
         prompts, said = trainer.tokenize(tiny.PROMPTS), []
         for step in range(5):
             said.append(trainer.complete(prompts))

@@ -18,9 +18,7 @@ from trl_opsd.types import Completion
 class StubEngine:
     """Writes the same ids after every prompt, with the student's log-probabilities shifted by `off` nats."""
 
-    name = "an engine"
-
-    block_size = 16
+    name, block_size = "an engine", 16
 
     def __init__(self, student):
         self.asked, self._student, self.off = [], student, torch.zeros(1)
@@ -65,24 +63,25 @@ def test_the_probe_is_made_of_the_first_prompts(proof):
 @pytest.mark.parametrize(
     ("off", "fault"),
     [
-        pytest.param(torch.zeros(1), False, id="nothing"),
-        pytest.param(4.84 * torch.nn.functional.one_hot(torch.tensor(7), 70), False, id="one token of rounding"),
-        pytest.param(torch.full((79,), 0.1), True, id="all tokens slightly"),
-        pytest.param(torch.full((60,), 0.1), True, id="most tokens slightly"),
-        pytest.param(torch.full((20,), 3.0), True, id="some tokens strongly"),
-        pytest.param(torch.full((1,), torch.nan), True, id="nan"),
+        (torch.zeros(1), False),
+        (4.84 * torch.nn.functional.one_hot(torch.tensor(7), 70), False),
+        (torch.full((79,), 0.1), True),
+        (torch.full((60,), 0.1), True),
+        (torch.full((20,), 3.0), True),
+        (torch.full((1,), torch.nan), True),
     ],
+    ids=["nothing", "one token of rounding", "all slightly", "most slightly", "some strongly", "nan"],
 )
 def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):
     proof.take_prompts(PROMPTS)
     scale = float(proof._trainer.model(torch.tensor([[5, 6, 7, 8, 9]])).logits.square().mean().sqrt())
     assert 0.03 < RELATIVE[torch.bfloat16] * scale < 0.05, "nats that rounding explains"
     proof._engine.off = off
-    if not fault:
+    if fault:
+        with pytest.raises(SyncError, match="times what rounding in bfloat16 explains"):
+            proof.check()
+    else:
         assert proof.check() == pytest.approx(float(off.abs().max()), abs=1e-4)
-        return
-    with pytest.raises(SyncError, match="times what rounding in bfloat16 explains"):
-        proof.check()
 
 
 @pytest.mark.parametrize(

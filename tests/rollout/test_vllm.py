@@ -25,12 +25,9 @@ from vllm_lab import by_hf, gap, student, two_end_tokens
 
 from trl_opsd._compat.vllm import supported
 from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd.types.rollout import cut_after_end
 
 pytestmark = pytest.mark.vllm
-
-
-def ends(trainer, completions):
-    return {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids}
 
 
 @pytest.mark.parametrize(
@@ -52,10 +49,10 @@ def test_greedy_tokens_equal_those_of_generate(make, shape, tied):
 
     assert trainer.complete(prompts) == expected
     assert len({tuple(ids) for ids in expected}) == len(prompts), "the prompts can be told apart by their completions"
-    print(f"\n{shape} tied={tied}: {sum(map(len, expected))} greedy tokens equal, gap {gap(trainer):.1e}")
 
 
-def test_a_second_end_token_ends_a_completion(make, tmp_path):
+@pytest.mark.filterwarnings("ignore:`generation_kwargs`")
+def test_end_tokens_of_the_model_or_of_an_option_end_a_completion(make, tmp_path):
     model = student(tmp_path / "student")
     free = make(model=model, top_k=1)
     prompts = free.tokenize(tiny.PROMPTS)
@@ -64,10 +61,20 @@ def test_a_second_end_token_ends_a_completion(make, tmp_path):
 
     trainer = make(model=model, processing_class=words, top_k=1)
     completions = trainer.rollout.complete(prompts, 0)
-
     assert trainer.processing_class.pad_token_id == words.eos_token_id in end_ids, "pad is an end token"
-    assert ends(trainer, completions) == end_ids
+    assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == end_ids
     assert completions == by_hf(trainer, prompts), "ended by the engine itself, not cut afterwards"
+
+    end = unended[0][3]
+    options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": [end]}
+    given = make(model=model, generation_kwargs=options)
+    assert given.eos_token_ids == [end]
+    completions = given.complete(prompts)
+    assert max(map(len, completions)) == 12
+    for mine, theirs in zip(completions, unended, strict=True):
+        expected = cut_after_end(theirs[:12], [end])
+        assert mine[: len(expected)] == expected  # the tokenizer's own end token is a token like any other
+        assert len(mine) == len(expected) or end not in expected
 
 
 def test_an_id_beyond_the_vocabulary_is_never_sampled(make, tmp_path):
@@ -105,43 +112,15 @@ def test_sampling_options_reach_vllm(make):
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.model.eval()
     greedy = trainer.complete(prompts)
-    assert greedy == trainer.complete(prompts)
     assert greedy == trainer.complete(prompts[::-1])[::-1]
     trainer.model.train()
     hot, again = trainer.complete(prompts), trainer.complete(prompts)
-
     assert hot != again != greedy != hot, "it samples"
     assert all(len(ids) == 16 for ids in hot)
     assert trainer.rollout._sampling["temperature"] == 1.9
 
-
-@pytest.mark.filterwarnings("ignore:`generation_kwargs`")
-def test_generation_kwargs_override_the_options(make):
-    """Under vLLM's names; greedy, so that completions only differ in where they end."""
-    trainer = make(max_completion_length=24, generation_kwargs={"temperature": 0.0, "max_tokens": 12})
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    greedy = trainer.complete(prompts)
-    assert max(map(len, greedy)) == 12
-    end = max(greedy, key=len)[3]
-
-    ended = make(generation_kwargs={"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": [end]})
-    completions = ended.complete(prompts)
-
-    assert ended.eos_token_ids == [end]
-    assert any(end in theirs for theirs in greedy)
-    for mine, theirs in zip(completions, greedy, strict=True):
-        if end in theirs:
-            assert mine == theirs[: theirs.index(end) + 1]
-        else:  # the tokenizer's own end token is a token like any other
-            assert mine[: len(theirs)] == theirs
-
-
-def test_completions_match_the_given_pattern(make, tmp_path):
-    trainer = make(vllm_structured_outputs_regex="[0-9]{3}")
-
-    completions = trainer.complete(trainer.tokenize(tiny.PROMPTS))
-
-    texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
+    digits = make(vllm_structured_outputs_regex="[0-9]{3}")
+    texts = digits.processing_class.batch_decode(digits.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
 
 
@@ -149,10 +128,8 @@ def test_answers_to_other_prompts_are_an_error(make, monkeypatch):
     trainer = make()
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.complete(prompts)
-    engine = trainer.rollout.engine
-    write = engine.write
+    engine, write = trainer.rollout.engine, trainer.rollout.engine.write
     monkeypatch.setattr(engine, "write", lambda ids, options: write(ids[::-1], options), raising=False)
-
     with pytest.raises(RuntimeError, match=r"For row 0 .* vLLM returned another prompt"):
         trainer.complete(prompts)
 
@@ -175,7 +152,8 @@ def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make
 
 
 @pytest.mark.long
-def test_closed_or_collected_engine_leaves_nothing_in_the_process(make):
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_closed_or_collected_engine_leaves_nothing_in_the_process(make, how):
     """Process groups and other engines live on, as in a notebook, where one trainer follows another.
 
     Its worker on a CPU replaces `set_num_threads`, that on a GPU sets the precision; both freeze all objects.
@@ -190,28 +168,28 @@ def test_closed_or_collected_engine_leaves_nothing_in_the_process(make):
     expected = trainer.complete(prompts)
     first, options = trainer.rollout.engine, trainer.rollout._engine_arguments()
     gc.unfreeze()
-    before = state()
-    enable = {"closed": lambda: torch.set_float32_matmul_precision("high"), "collected": lambda: enable_tf32(True)}
-    for seed, how in enumerate(enable, start=1):
+    threads = torch.get_num_threads()
+    try:
         torch.set_num_threads(2)
-        enable[how]()
-        changed = state()
-        engine = VLLMEngine(**{**options, "seed": seed})
-        assert state() == changed
+        torch.set_float32_matmul_precision("high") if how == "closed" else enable_tf32(True)
+        before = state()
+        engine = VLLMEngine(**{**options, "seed": 1})
+        assert state() == before
         engine.write([[5, 6]], [{"max_tokens": 2}])
         memory, ended = weakref.ref(engine._worker.model_runner.get_model()), weakref.ref(engine._llm)
         if how == "closed":
             engine.close()
             engine.close()
-            assert state() == changed
+            assert state() == before
         del engine
         gc.collect()
-        assert memory() is ended() is None, f"its weights are gone when it is {how}"
-        torch.set_num_threads(before[0])
+        assert memory() is ended() is None, "its weights are gone"
+        assert state() == before
+    finally:
+        torch.set_num_threads(threads)
         torch.set_float32_matmul_precision("highest")
         for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             backend.fp32_precision = "none"
-    assert state() == before
     assert torch.distributed.is_initialized()
     assert trainer.rollout.engine is first
     assert trainer.complete(prompts) == expected
@@ -262,7 +240,6 @@ def test_second_model_runner_is_synced_and_scores_as_the_model():
     """As on every GPU: full and adapter sync, tied and untied, a mixture of experts, a pooling teacher, the mask."""
     pytest.importorskip("triton", reason="Triton is not made for this system")
     found = json.loads(run(Path(__file__).parent / "second_runner.py", seconds=600).splitlines()[-1])
-    print(f"\n{found}")
     pooling = found.pop("pooling")
     assert max(pooling) < 5e-6
     assert len(pooling) == 8

@@ -119,7 +119,6 @@ def test_completions_after_images_equal_those_of_generate(seeing, family, lora):
         gaps.append(largest_gap(trainer, prompts))
         move(trainer)
         assert largest_gap(trainer, prompts) > 1e-3
-    print(f"\n{family}: gaps {[f'{one:.1e}' for one in gaps]}, in the proof {[f'{one:.1e}' for one in proven]}")
     assert len(proven) == 4
     assert max(gaps + proven) <= 1e-4
 
@@ -136,37 +135,15 @@ def test_proof_finds_a_tower_that_is_not_sent(seeing, monkeypatch):
         trainer.complete(prompts_of(trainer))
 
 
-def test_tower_outputs_of_earlier_weights_are_not_used_again(seeing, monkeypatch):
-    trainer = seeing("idefics3", vllm_sync_check="every")
-    prompts = prompts_of(trainer)
-    trainer.complete(prompts)
-    before = trainer.rollout.engine.write(prompts[1:2], [{"max_tokens": 1, "logprobs": 0, "temperature": 0.0}])
-    with torch.no_grad():
-        for name, part in trainer.model.named_parameters():
-            part.mul_(2) if "connector" in name else None
-    trainer.complete(prompts)
-    after = trainer.rollout.engine.write(prompts[1:2], [{"max_tokens": 1, "logprobs": 0, "temperature": 0.0}])
-    assert before[0].logprobs != after[0].logprobs
-    assert largest_gap(trainer, prompts) <= 1e-4
-
-
-@pytest.mark.refusal
-@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
-def test_a_missing_torchvision_is_named(seeing):
-    with pytest.raises(ModuleNotFoundError, match="torchvision"):
-        seeing("qwen2_5_vl")
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(("both_ways", "supported", "blind"), [(1, 0, True), (1, 1, False), (0, 0, False)])
-def test_attention_that_ignores_later_image_tokens_is_known(monkeypatch, both_ways, supported, blind):
+@pytest.mark.parametrize(("both_ways", "supported"), [(True, False), (True, True), (False, False)])
+def test_attention_that_ignores_later_image_tokens_is_known(monkeypatch, both_ways, supported):
     """As vLLM's on a CPU, which computes a Gemma 3 that attends to all tokens of an image as if it did not."""
-    backends = [SimpleNamespace(supports_mm_prefix=lambda one=one: bool(one)) for one in (True, supported)]
-    config = SimpleNamespace(is_mm_prefix_lm=bool(both_ways))
+    backends = [SimpleNamespace(supports_mm_prefix=lambda one=one: one) for one in (True, supported)]
+    config = SimpleNamespace(is_mm_prefix_lm=both_ways)
     runner = SimpleNamespace(model_config=config, attn_groups=[[SimpleNamespace(backend=one)] for one in backends])
     monkeypatch.setattr(VLLMEngine, "_worker", SimpleNamespace(model_runner=runner))
-    engine = object.__new__(VLLMEngine)
-    assert ("attend to later ones" in str(engine.why_blind)) is blind
+    assert ("attend to later ones" in str(object.__new__(VLLMEngine).why_blind)) is (both_ways and not supported)
 
 
 def test_stream_with_images_the_engine_misreads_is_refused(seeing, monkeypatch):

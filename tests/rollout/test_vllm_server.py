@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import socket
-from dataclasses import replace
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import requests
 import torch
-from support import tiny
+from support import serving, tiny
+from transformers import TrainerCallback
 
 pytest.importorskip("vllm")
 
 import tcp_transfer
-from alike import Alike, stir
+from alike import Alike
 from server_lab import CONTEXT
-from vllm_lab import by_hf, gap, student
+from vllm_lab import by_hf, lora, student
 
 from trl_opsd._compat.http import HTTPClient
+from trl_opsd.errors import SyncError
 from trl_opsd.rollout import vllm_server, weight_sync
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServer
@@ -25,7 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 class TestVLLM(Alike):
-    client, sender, sends = VLLMServer, vllm_server._Sender, "_post"
+    client, sender, sends, least = VLLMServer, vllm_server._Sender, "_post", "min_tokens"
 
 
 def test_a_nearly_full_context_shortens_no_other_row(serve):
@@ -66,41 +71,26 @@ def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplo
     assert logged["rollout/logprob_gap"][0] > 1e-4, "checked at the precision of the server"
 
 
-def test_options_reach_a_server(serve, monkeypatch):
+def test_a_pattern_reaches_a_server_and_rows_of_other_prompts_are_refused(serve, monkeypatch):
     trainer = serve(vllm_structured_outputs_regex="[0-9]{3}", generation_kwargs={"seed": 3})
     prompts = trainer.tokenize(tiny.PROMPTS)
     texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
 
-    swap_prompts(monkeypatch)
+    post_each = HTTPClient.post_each
+
+    def swapped(self, path, bodies, read):
+        others = [{**one, "prompt": other["prompt"]} for one, other in zip(bodies, bodies[::-1], strict=True)]
+        return post_each(self, path, others, read)
+
+    monkeypatch.setattr(HTTPClient, "post_each", swapped)
     with pytest.raises(RuntimeError, match=r"For row 0 .* the vLLM server returned another prompt"):
         trainer.complete(prompts)
-    monkeypatch.undo()
-
-    tcp_transfer.use(monkeypatch)
-    free = serve(temperature=1.9, generation_kwargs={"min_tokens": 16})
-    hot = free.complete(prompts * 4)
-    assert all(len(ids) == 16 for ids in hot)
-    assert max(map(max, hot)) >= 100
-    free.rollout.close()
-    free.teaching.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
-    free.rollout = ServedRollout(free.args, VLLMServer)
-    assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
+    with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server returned another prompt"):
+        list(trainer.rollout.stream(prompts, 0))
 
 
 # ---- Rows that are taken as they end ---------------------------------------------------------------------------------
-
-
-def test_rows_are_streamed_as_they_end(serve):
-    trainer = serve(top_k=1, max_completion_length=120)
-    prompts = [*trainer.tokenize(tiny.PROMPTS), [5] * (CONTEXT - 2)]
-    rows = list(trainer.rollout.stream(prompts, 0))
-    assert sorted(row for row, _ in rows) == list(range(len(prompts)))
-    order, long = [row for row, _ in rows], [row for row, ids in rows if len(ids) > 60]
-    assert len(long) > 1, "there are rows to be ahead of"
-    short = order.index(len(prompts) - 1)  # asked for last, with room for two tokens
-    assert short < max(map(order.index, long)), "written at the same time as those that were asked for before"
-    assert dict(rows) == dict(enumerate(trainer.rollout.complete(prompts, 0)))
 
 
 def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
@@ -108,15 +98,8 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     with torch.no_grad():
         undecided.get_output_embeddings().weight.mul_(0.05)
     trainer = serve(model=undecided)
-    rollout, seeds = trainer.rollout, []
-    write_each = ServedRollout.write_each
-
-    def recording(self, prompt_ids, options):
-        if "prompt_logprobs" not in options[0]:  # those of the proof of a sync
-            seeds.append([one["seed"] for one in options])
-        return write_each(self, prompt_ids, options)
-
-    monkeypatch.setattr(ServedRollout, "write_each", recording)
+    rollout, seeds, drawn = trainer.rollout, [], ServedRollout._seeds
+    monkeypatch.setattr(ServedRollout, "_seeds", lambda *given: seeds.append(drawn(*given)) or seeds[-1])
     prompts = [trainer.tokenize(["a"])[0]] * 4
     first, again, later = (dict(rollout.stream(prompts, step)) for step in (3, 3, 4))
     assert len({seed for of_one in seeds for seed in of_one}) == 12, "of each row, use and step"
@@ -125,16 +108,12 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     assert alone[0].completion_ids == first[2]
 
     trainer.loads += 1  # resumed at step 3
-    assert dict(rollout.stream(prompts, 3)) == first
-    assert dict(rollout.stream(prompts, 3)) == again
-    assert dict(rollout.stream(prompts, 4)) == later
+    assert [dict(rollout.stream(prompts, step)) for step in (3, 3, 4)] == [first, again, later]
     trainer.loads += 1  # the best checkpoint, after training; then another training
     rollout.stream(prompts[:1], 0), rollout.stream(prompts[:1], 0)
-    assert len({of_one[0] for of_one in seeds[-2:]}) == 2
-
-    given = serve(generation_kwargs={"seed": 3})
-    list(given.rollout.stream(prompts, 0))
-    assert seeds[-1] == [3] * 4
+    assert seeds[-1] != seeds[-2]
+    alike = serve(model=undecided, generation_kwargs={"seed": 3}).rollout.stream(prompts, 0)
+    assert len({tuple(ids) for _, ids in alike}) == 1
 
 
 def test_streamed_rows_have_sampling_log_probabilities_the_loss_reads(serve):
@@ -150,46 +129,68 @@ def test_streamed_rows_have_sampling_log_probabilities_the_loss_reads(serve):
         torch.testing.assert_close(torch.tensor(found), logprobs[-len(completion) :], rtol=0, atol=1e-4)
 
 
-def test_weights_end_streams_so_no_row_has_two_states(serve):
-    trainer = serve(top_k=1, max_completion_length=150)
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    left, taken = trainer.rollout.stream(prompts, 0), trainer.rollout.stream([*prompts, [5] * (CONTEXT - 2)], 0)
-    assert next(taken)[0] == len(prompts), "and the others are under way"
-    stir(trainer)
-    assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
-    assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
-    for stream, rows in ((left, len(prompts)), (taken, len(prompts) + 1)):
-        with pytest.raises(RuntimeError, match=rf"{len(prompts)} of {rows} rows were dropped, because the vLLM server"):
-            list(stream)
+@pytest.mark.parametrize("name", ["skip_reading_prefix_cache", "logprobs"])
+def test_an_option_that_cannot_work_with_a_server_is_refused(serve, name):
+    with pytest.raises(ValueError, match=name):
+        serve(generation_kwargs={name: 2})
 
 
-def swap_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are sent with each other's prompts."""
-    post_each = HTTPClient.post_each
-
-    def swapped(self, path, bodies, read):
-        others = [{**one, "prompt": other["prompt"]} for one, other in zip(bodies, bodies[::-1], strict=True)]
-        return post_each(self, path, others, read)
-
-    monkeypatch.setattr(HTTPClient, "post_each", swapped)
+# ---- Servers as anybody starts them, to which an adapter is sent -----------------------------------------------------
 
 
-def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
-    trainer = serve(top_k=1)
-    swap_prompts(monkeypatch)
-    with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server returned another prompt"):
-        list(trainer.rollout.stream(trainer.tokenize(tiny.PROMPTS), 0))
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("stock") / "student"
+    student(folder, tied=False, seed=5)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
-        ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of a vLLM server"),
-        ({"generation_kwargs": {"logprobs": 2}}, "the trainer sets this option: remove it"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_an_option_that_cannot_work_with_a_server_is_refused(serve, given, message):
-    with pytest.raises(ValueError, match=message):
-        serve(**given)
+@pytest.fixture(scope="module")
+def stock(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving.taking_adapters(path, tmp_path_factory.mktemp("log") / "log") as (url, _):
+        yield url
+
+
+@pytest.fixture
+def with_adapter(make_trainer: Any, stock: str) -> Any:
+    """Builds a trainer with an adapter, of a checkpoint, that generates with the server."""
+    where = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stock, "vllm_max_model_length": 192}
+    options = {"max_completion_length": 12, "learning_rate": 5e-2, "max_steps": 5}
+    return lambda path, **given: make_trainer(model=path, rollout=None, peft_config=lora(), **where, **options, **given)
+
+
+class EachStep(TrainerCallback):
+    """What is said after each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        prompts = self.trainer.tokenize(tiny.PROMPTS)
+        self.said = [*getattr(self, "said", ()), self.trainer.complete(prompts)]
+        assert self.said[-1] == by_hf(self.trainer, prompts)
+
+
+@pytest.mark.long
+def test_greedy_tokens_are_the_students_after_each_step(with_adapter, tmp_path, path, stock):
+    trainer, each = with_adapter(path, top_k=1), EachStep()
+    each.trainer = trainer
+    trainer.add_callback(each)
+    trainer.train()
+    assert len({json.dumps(one) for one in each.said}) > 2, "the adapter has changed what is said"
+    assert max(tiny.logged(trainer, "rollout/logprob_gap")) < 1e-4
+    (size,) = {*tiny.logged(trainer, "sync/bytes")}
+    assert size == sum(one.nbytes for name, one in trainer.model.named_parameters() if "lora_" in name)
+    loaded = [one["id"] for one in requests.get(f"{stock}/v1/models", timeout=10).json()["data"]][1:]
+    assert loaded == [trainer.rollout.server.adapter], "those before are unloaded"
+    trainer.rollout.close()
+    assert len(requests.get(f"{stock}/v1/models", timeout=10).json()["data"]) == 1
+    assert not list((tmp_path / "_served_adapters").glob("*")), "nothing is left on the disk"
+
+
+@pytest.mark.long
+def test_another_base_is_found_by_the_proof(with_adapter, tmp_path):
+    student(tmp_path / "another", tied=False, seed=6)
+    tiny.tokenizer().save_pretrained(tmp_path / "another")
+    trainer = with_adapter(str(tmp_path / "another"))
+    with pytest.raises(SyncError, match="disagree"):
+        trainer.train()
+    trainer.rollout.close()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny
+from support.tool_calls import CALL, words
 from transformers import TrainerCallback
-from trl.chat_template_utils import qwen3_chat_template
 
 pytest.importorskip("vllm")
 
 from vllm.v1.worker.gpu_worker import Worker
-from vllm_lab import SHAPES, by_hf, lora
+from vllm_lab import by_hf, lora, student
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.rollout import vllm as backend
 
 pytestmark = pytest.mark.vllm
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
 
 
 class Watched:
@@ -63,9 +61,8 @@ class CallsThreeTimes(OPSDTrainer):
 
     def complete(self, prompt_ids):
         super().complete(prompt_ids)
-        words = self.processing_class
-        turns = [words.decode(ids).count("<tool_response>") for ids in prompt_ids]
-        return words(["four<|im_end|>" if turn == 3 else CALL for turn in turns])["input_ids"]
+        turns = [self.processing_class.decode(ids).count("<tool_response>") for ids in prompt_ids]
+        return self.processing_class(["four<|im_end|>" if turn == 3 else CALL for turn in turns])["input_ids"]
 
 
 @pytest.fixture
@@ -83,97 +80,78 @@ def watch(make, monkeypatch):
     return watch
 
 
-def test_an_engine_sleeps_from_its_construction_to_its_first_use(watch):
+USED = ["wake weights", "load", "wake kv_cache", "write", "sleep 2"]
+
+
+def test_an_engine_sleeps_but_while_it_is_used(watch, monkeypatch):
     trainer, engine = watch()
-    assert engine.calls == ["sleep 2"]
     prompts = trainer.tokenize(tiny.PROMPTS)
-    assert trainer.complete(prompts) == by_hf(trainer, prompts)
-    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "write", "sleep 2"]
+    expected = by_hf(trainer, prompts)
+    assert engine.calls == ["sleep 2"], "from its construction"
+    assert trainer.complete(prompts) == expected
+    assert engine.calls[1:] == USED
+    for name, awake in (("load", ["wake weights", "load"]), ("write", USED[:3])):
+        engine.calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine, name, lambda *args: pytest.fail("the engine"))
+            with pytest.raises(pytest.fail.Exception, match="the engine"):
+                trainer.complete(prompts)
+        assert engine.calls == [*awake, "sleep 2"], "also after a failure"
+    engine.calls.clear()
+    trainer.rollout.sync_weights()
+    assert engine.calls == [*USED[:3], "sleep 2"]
+    assert trainer.complete(prompts) == expected
+    monkeypatch.setattr(engine._engine, "close", lambda: engine.calls.append("closed"))
+    with trainer.rollout.session():
+        trainer.complete(prompts)
+        trainer.rollout.close()
+    assert engine.calls[-2:] == ["write", "closed"], "a closed one does not sleep"
 
 
 def test_an_engine_sleeps_once_per_generation_batch_whatever_its_turns(watch, tmp_path):
-    model = SHAPES["qwen2"](64, max_position_embeddings=2048)
-    model.save_pretrained(tmp_path / "student")
-    model.name_or_path = str(tmp_path / "student")
-    words = tiny.tokenizer()
-    words.chat_template = qwen3_chat_template
     conversations = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer, engine = watch(
         cls=CallsThreeTimes,
-        model=model,
+        model=student(tmp_path / "student", max_position_embeddings=2048),
         teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=2048),
-        processing_class=words,
+        processing_class=words(),
         train_dataset=conversations,
         tools=[tiny.add],
         max_completion_length=800,
         max_steps=2,
     )
     trainer.train()
-    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", *["write"] * 4, "sleep 2"] * 2
+    assert engine.calls[1:] == [*USED[:3], *["write"] * 4, "sleep 2"] * 2
     assert trainer.state.log_history[0]["tools/call_frequency"] == 3
 
 
 def test_engine_sleeps_once_per_evaluation(watch):
-    rows = tiny.rows()
-    trainer, engine = watch(eval_dataset={"a": rows, "b": rows})
-    once = ["wake weights", "load", "wake kv_cache", *["write"] * 8, "sleep 2"]
-    trainer.evaluate()
-    assert engine.calls[1:] == once
-    trainer.predict(rows)
-    assert engine.calls[1 + len(once) :] == [*once[:3], *["write"] * 4, "sleep 2"]
+    class Does(TrainerCallback):
+        does = staticmethod(lambda model: None)
 
-
-def test_weights_changed_in_evaluation_are_sent_without_sleep(watch):
-    class Moves(TrainerCallback):
         def on_prediction_step(self, args, state, control, model=None, **kwargs):
-            with torch.no_grad():
-                model.model.norm.weight.add_(0.1)
+            self.does(model)
 
-    trainer, engine = watch(eval_dataset=tiny.rows(4), callbacks=[Moves()])
-    metrics = trainer.evaluate()
-    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "write", "load", "write", "sleep 2"]
+    rows, does = tiny.rows(), Does()
+    trainer, engine = watch(eval_dataset={"a": rows, "b": rows}, callbacks=[does])
+    for use, writes in ((trainer.evaluate, 8), (lambda: trainer.predict(rows), 4)):
+        engine.calls.clear()
+        use()
+        assert engine.calls == [*USED[:3], *["write"] * writes, "sleep 2"]
+
+    engine.calls.clear()
+    does.does = lambda model: model.model.norm.weight.detach().add_(0.1)
+    metrics = trainer.evaluate(rows.select(range(4)))
+    assert engine.calls == [*USED[:4], "load", "write", "sleep 2"], "changed weights are sent without sleep"
     assert 0 < metrics["eval_rollout/logprob_gap"] < 1e-4
 
+    def interrupts(model):
+        raise KeyboardInterrupt
 
-def test_an_engine_sleeps_after_a_failure_wherever_it_was(watch, monkeypatch):
-    trainer, engine = watch()
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    expected = by_hf(trainer, prompts)
-    for name, awake in (("load", ["wake weights", "load"]), ("write", ["wake weights", "load", "wake kv_cache"])):
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._engine, name, lambda *args: pytest.fail("the engine"))
-            before = len(engine.calls)
-            with pytest.raises(pytest.fail.Exception, match="the engine"):
-                trainer.complete(prompts)
-        assert engine.calls[before:] == [*awake, "sleep 2"]
-        assert engine.asleep == {"weights", "kv_cache"}
-    assert trainer.complete(prompts) == expected
-
-
-def test_an_interrupted_evaluation_leaves_an_engine_asleep(watch):
-    class Ends(TrainerCallback):
-        def on_prediction_step(self, args, state, control, **kwargs):
-            raise KeyboardInterrupt
-
-    trainer, engine = watch(eval_dataset=tiny.rows(), callbacks=[Ends()])
+    does.does = interrupts
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate()
     assert engine.calls[-2:] == ["write", "sleep 2"]
-
-
-def test_an_engine_sleeps_after_a_manual_sync(watch):
-    trainer, engine = watch()
-    trainer.rollout.sync_weights()
-    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "sleep 2"]
-
-
-def test_engine_closed_in_session_is_not_put_to_sleep(watch, monkeypatch):
-    trainer, engine = watch()
-    monkeypatch.setattr(engine._engine, "close", lambda: engine.calls.append("closed"))
-    with trainer.rollout.session():
-        trainer.complete(trainer.tokenize(tiny.PROMPTS))
-        trainer.rollout.close()
-    assert engine.calls[-2:] == ["write", "closed"]
 
 
 class _Forgetful:

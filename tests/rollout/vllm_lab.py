@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support import tiny
+from support import fsdp_on_cpu, tiny
 from transformers import (
     AutoModelForCausalLM,
     GPTBigCodeConfig,
@@ -123,12 +123,14 @@ def trainer(
     arguments = {name: given.pop(name) for name in names}
     model = arguments.pop("model", None) or student(folder / "student", shape, tied)
     options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
-    words = arguments.pop("processing_class", None) or tiny.tokenizer()
+    args = tiny.config(folder / "out", **options)
+    fsdp_on_cpu.allow()
     return cls(
         model=model,
-        args=tiny.config(folder / "out", **options),
-        processing_class=words,
-        **{"teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows(), **arguments},
+        args=args,
+        processing_class=arguments.pop("processing_class", None) or tiny.tokenizer(),
+        teacher_model=arguments.pop("teacher_model", None) or tiny.qwen2(48, seed=1),
+        **{"train_dataset": tiny.rows(), **arguments},
     )
 
 
@@ -169,3 +171,18 @@ def gap(trainer: OPSDTrainer) -> float:
         largest = max(largest, float((logprobs[-6:] - torch.tensor(row.logprobs)).abs().max()))
     trainer.model.train(was_training)
     return largest
+
+
+def fails_halfway(sends: Any, reached: int) -> Any:
+    """A method in place of that which loads weights, which fails before they have all come."""
+
+    def send(self: VLLMEngine, weights: Any) -> None:
+        def some() -> Iterator[Any]:
+            for number, pair in enumerate(weights):
+                if number == reached:
+                    raise RuntimeError("the engine broke")
+                yield pair
+
+        sends(self, some())
+
+    return send
