@@ -2,53 +2,96 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
-import train_parallel
 import variants
 from support import forks, tiny
+from torch.distributed.tensor import DTensor
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
 TOLERANCE = 1e-5
 """A tenth of one step of AdamW at a learning rate of 1e-4."""
-EXPECTED = {
-    "hsdp": ("4, FSDP2, on cpu", {"(Replicate(), Shard(dim=0))"}),
-    "sp": ("2, DeepSpeed ZeRO-3, 2 per row in training, on cpu", {"whole"}),
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch file and its processes, the variants they train, what describes it, and how a tensor is placed."""
+
+    config: str
+    processes: int
+    variants: tuple[str, ...]
+    described: str
+    placed: str
+
+
+LAUNCHES = {
+    "hsdp": Launch(
+        *("hsdp_cpu", 4, ("full", "full, tied head, own ema", "lora, own ema")),
+        *("4, FSDP2, on cpu", "(Replicate(), Shard(dim=0))"),
+    ),
+    "sp": Launch(
+        *("sp_cpu", 2, ("full", "lora, own ema"), "2, DeepSpeed ZeRO-3, 2 per row in training, on cpu", "whole"),
+    ),
 }
-"""How a trainer describes each launch, and how the student's tensors are placed, in a full one."""
+RESUMED = "full, resumed"
+"""The first variant, stopped after the first step and resumed."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parallel")
-    variants.save_models(folder)
-    return folder
+def tokens_read(trainer):
+    """The shape of each batch that the student will read with gradients, filled while it trains."""
+    read = []
+
+    def note(module, inputs):
+        if module.training:
+            read.append(list(inputs[0].shape))
+
+    trainer.model.get_input_embeddings().register_forward_pre_hook(note)
+    return read
 
 
-@pytest.mark.parametrize("launch", ["sp", pytest.param("hsdp", marks=pytest.mark.long)])
-def test_processes_learn_what_one_learns(launch, models):
-    of_launch = train_parallel.LAUNCHES[launch]
-    found = forks.results(of_launch.config, train_parallel.train, models, launch, processes=of_launch.processes)[0]
-    named = of_launch.variants
-    differences = {}
-    for name in named:
-        alone = variants.build(models, variants.ALONE[name], processes=1)
+def train(folder, launch):
+    """Trains the variants of a launch in one of its processes."""
+    found = {"losses": {}, "tokens": {}, "trained": {}}
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    first, *others = launch.variants
+    for name, of, given in ((first, first, saves), (RESUMED, first, {}), *((one, one, {}) for one in others)):
+        rows = max(2, launch.processes)  # of the four rows of a step, those that are read at once
+        trainer = variants.build(folder, {"rows": rows, **variants.ALONE[of]}, launch.processes, **given)
+        found["tokens"][name] = tokens_read(trainer)
+        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-1") if name == RESUMED else None)
+        found["trained"][name] = variants.arrays(trainer)
+        found["losses"][name] = tiny.logged(trainer, "loss")
+        if trainer.accelerator.is_main_process:
+            found["described"] = repr(trainer)
+        parameters = trainer.model.parameters()
+        found["placed"] = {str(one.placements) if isinstance(one, DTensor) else "whole" for one in parameters}
+        trainer.accelerator.wait_for_everyone()
+    return found
+
+
+@pytest.mark.parametrize("name", ["sp", pytest.param("hsdp", marks=pytest.mark.long)])
+def test_processes_learn_what_one_learns(name, tmp_path):
+    variants.save_models(tmp_path)
+    launch, differences = LAUNCHES[name], {}
+    found = forks.results(launch.config, train, tmp_path, launch, processes=launch.processes)[0]
+    for variant in launch.variants:
+        alone = variants.build(tmp_path, variants.ALONE[variant], processes=1)
         before = {key: array.copy() for key, array in variants.arrays(alone).items()}
-        read = train_parallel.tokens_read(alone)
+        read = tokens_read(alone)
         alone.train()
         learned = variants.arrays(alone)
         losses = tiny.logged(alone, "loss")
-        assert variants.largest_difference(before, learned) > 20 * TOLERANCE, f"{name} learns nothing"
-        for same in (name, train_parallel.RESUMED) if name == named[0] else (name,):
+        assert variants.largest_difference(before, learned) > 20 * TOLERANCE, f"{variant} learns nothing"
+        for same in (variant, RESUMED) if variant == launch.variants[0] else (variant,):
             differences[same] = variants.largest_difference(found["trained"][same], learned)
             assert found["losses"][same] == pytest.approx(losses, abs=TOLERANCE), same
-        if launch == "sp":
-            _check_divided(found["tokens"][name], read)
-    print(f"\n{launch}", *(f"{value:.1e}  {name}" for name, value in differences.items()), sep="\n")
+        if name == "sp":
+            _check_divided(found["tokens"][variant], read)
     assert max(differences.values()) <= TOLERANCE, differences
-    described, placed = EXPECTED[launch]
-    assert described in found["described"]
-    assert set(found["placed"]) == placed
+    assert launch.described in found["described"]
+    assert found["placed"] == {launch.placed}
 
 
 def _check_divided(found, alone):

@@ -73,73 +73,40 @@ ALONE: dict[str, dict[str, Any]] = {
     "full, several": {"several": True},
     "lora, several": {"several": True, "lora": LORA},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
+    "full, some by the teacher": {"lmbda": 0.5, "seq_kd": True, "top_k": 1},
 }
 """Variants trained in one process, as the reference for all others."""
-
-AFTER = "full, after an evaluation"
-"""Like "full", with a trainer that evaluates before it trains."""
-
-TIMEOUT = 555
-"""`ddp_timeout` of that trainer, in seconds."""
 
 EXACT = {"full, teacher in bfloat16": "full"}
 """Variants that compute in half precision, and their float32 counterparts."""
 
-PLACED = {f"{name}, {offload}": (name, offload) for offload in ("cpu", "stream") for name in ("full", "lora")}
-IN_ZERO3 = {
-    f"{name}, zero3": (name, "zero3")
-    for name in (
-        "full",
-        "full, tied head",
-        "full, read unpadded",
-        "full, teacher in bfloat16",
-        "full, own base",
-        "full, images",
-        "full, bytes",
-        "full, several",
-        "lora, several",
-        "lora",
-        "lora, remedies",
-        "full, skipped",
-    )
-}
-"""Variants with the teacher placed elsewhere: which of `ALONE` each must equal, and `teacher_offload`."""
-
-
-DEALT = {
+BUDGET = {"rows": 4, "max_tokens_per_microbatch": 12}
+AS_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "full, packed": ("full", {"rows": 4, "padding_free": True}),
-    "full, budget": ("full", {"rows": 4, "max_tokens_per_microbatch": 12}),
-    "lora, packed to a budget": (
-        "lora",
-        {"rows": 4, "lora": LORA, "padding_free": True, "max_tokens_per_microbatch": 12},
-    ),
-}
-"""Variants whose rows are read in other groups: which of `ALONE` each must equal, and its options."""
-
-ADAPTERS = {
+    "full, budget": ("full", BUDGET),
+    "lora, packed to a budget": ("lora", {**BUDGET, "lora": LORA, "padding_free": True}),
+    "full, own ema, overlap": ("full, own ema", {"teacher_model_kind": "ema", "overlap": "step"}),
+    "lora, overlap, budget": ("lora", {**BUDGET, "lora": LORA, "overlap": "step"}),
+    "full, ahead": ("full", {"overlap": "ahead"}),
+    # adapters of the student's base, for the same merged into it
     "full, adapters": ("full, experts", {"family": "experts"}),
     "lora, adapters": ("lora, experts", {"family": "experts", "lora": LORA}),
     "lora, adapters, stream": ("lora, experts", {"family": "experts", "lora": LORA, "teacher_offload": "stream"}),
+    "full, served": ("full", {"served": True}),
+    "lora, served": ("lora", {"lora": LORA, "served": True}),
 }
-"""Variants whose teachers are adapters of the student's base, for the same merged into it, as `DEALT`."""
+"""Variants whose rows are read in other groups or beside others, or whose teacher is elsewhere: which of `ALONE` each
+must equal, and its options."""
 
-SERVED = {"full, served": ("full", {"served": True}), "lora, served": ("lora", {"lora": LORA, "served": True})}
-"""Variants whose teacher is behind a server: which of `ALONE` each must equal, and its options."""
+IN_ZERO3 = (
+    *("full", "full, tied head", "full, read unpadded", "full, teacher in bfloat16", "full, own base"),
+    *("full, images", "full, bytes", "full, several", "lora, several", "lora", "lora, remedies", "full, skipped"),
+)
+"""Those of `ALONE` whose teacher is also sharded by ZeRO-3."""
 
 _SERVERS = ExitStack()
 """Servers in this process, closed at its exit: later, each would wait for a thread that is gone."""
 atexit.register(_SERVERS.close)
-
-
-OVERLAPPED = {
-    "full, own ema, overlap": ("full, own ema", {"teacher_model_kind": "ema", "overlap": "step"}),
-    "lora, overlap, budget": (
-        "lora",
-        {"rows": 4, "lora": LORA, "overlap": "step", "max_tokens_per_microbatch": 12},
-    ),
-    "full, ahead": ("full", {"overlap": "ahead"}),
-}
-"""Variants that learn from rows while others are written, as `DEALT`."""
 
 
 SHORT = {
@@ -173,16 +140,16 @@ SHORT = {
         "lora, remedies, zero3",
         "full, skipped, zero3",
     ),
-    "fsdp2": ("full", "lora, own ema", "full, images", "full, bytes", "lora, remedies", "lora, skipped"),
 }
 """Variants of the short run: every option of all of them, though not every pair of two."""
 
 
 def of(strategy: str, every: bool = True) -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants of a strategy, all or those of the short run: which of `ALONE` each must equal, and its options."""
-    placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
-    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED | ADAPTERS | SERVED
+    placed = {f"{name}, {where}": (name, where) for where in ("cpu", "stream") for name in ("full", "lora")}
+    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | AS_ALONE
     if strategy == "zero3":
+        placed |= {f"{name}, zero3": (name, "zero3") for name in IN_ZERO3}
         for name in ("full", "full, several"):
             made_of = {**ALONE[name], "teacher_offload": "zero3", "overlap": "step"}
             variants[f"{name}, zero3, overlap"] = (name, made_of)
@@ -273,10 +240,11 @@ def build(
     **options: Any,
 ) -> Trainer:
     """A trainer of one variant: four rows per optimizer step, two or `rows` at once, for any number of processes."""
-    options = {**made_of, **options}
+    options = {"teacher_update_rate": 0.5, **made_of, **options}
     family, lora = options.pop("family", "qwen2"), options.pop("lora", None)
     models, sees = folder / family, family in vision_language.SEEING
     together = options.pop("rows", 2)
+    options.setdefault("gradient_accumulation_steps", 4 // together)
     if options.pop("served", False):
         options["teacher_server_url"] = _server(models / "teacher")
     if told := options.pop("tells", None):
@@ -284,6 +252,7 @@ def build(
         options |= {"teacher_server_url": url, "teacher_server_targets": told, "teacher_server_top_k": 8}
     teacher: Any = str(models / "teacher")
     own, rows = "teacher_model_kind" in options, vision_language.rows(IMAGES) if sees else tiny.rows()
+    rows = rows.select(options.pop("rows_read", range(len(rows))))
     if options.pop("streams", False):  # whose features do not tell which rows have images
         rows = IterableDataset.from_generator(partial(iter, rows), features=rows.features)
     are_merged = options.pop("merged", False)
@@ -298,13 +267,7 @@ def build(
         rows = rows.add_column("teacher", ["a", "a", "a", "b"] * 2)
         teacher = {"a": teacher, "b": str(folder / "gemma2" / "teacher")}
     methods = [method() for method in options.pop("methods", ())]
-    args = tiny.config(
-        folder / "out",
-        per_device_train_batch_size=together // processes,
-        gradient_accumulation_steps=4 // together,
-        teacher_update_rate=0.5,
-        **options,
-    )
+    args = tiny.config(folder / "out", per_device_train_batch_size=together // processes, **options)
     fsdp_on_cpu.allow()
     return trainer_class(
         model=str(models / "student"),

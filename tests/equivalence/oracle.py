@@ -74,7 +74,6 @@ TABLES = {"rising": (0.25, 0.5, 1.0), "from 0": (0.0, 1.0)}
 """Weights along a completion, by the names of methods."""
 FACTORS = {"one": 1.25, "discounted": 0.8}
 """Of the weight of each token relative to the one before."""
-"""Of each row, and of the weight of a token relative to the one before, by a method of a user."""
 
 
 def method_weight(prompt: str, step: int) -> float:

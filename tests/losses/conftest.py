@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
-from trl_opsd.losses import LazyLogits, OutputHead, PerToken
+from trl_opsd.losses import LazyLogits, OutputHead, PerToken, dense_divergence, streamed_divergence
 
 Pair = tuple[LazyLogits, LazyLogits]
+OF_SOME = {"ranked", "top_shared", "top_mass", "accepted"}
+"""What the streamed divergence knows of one token in 16, or where the weight is not 0."""
 
 
 @pytest.fixture
@@ -22,6 +25,16 @@ def make_pair() -> Callable[..., Pair]:
 @pytest.fixture
 def gradients() -> Callable[..., tuple[PerToken, list[Tensor]]]:
     return _gradients
+
+
+@pytest.fixture
+def assert_same() -> Callable[..., None]:
+    return _assert_same
+
+
+@pytest.fixture
+def assert_equals_oracle() -> Callable[..., tuple[PerToken, list[Tensor]]]:
+    return _assert_equals_oracle
 
 
 @pytest.fixture
@@ -69,3 +82,28 @@ def _gradients(
     per_token = compute(replace(student, hidden=leaves["hidden"], head=head), teacher, *args, **kwargs)
     wanted = [leaf for name, leaf in leaves.items() if name not in frozen]
     return per_token, list(torch.autograd.grad(upstream(per_token.divergence), wanted))
+
+
+def _assert_same(
+    ours: tuple[PerToken, list[Tensor]],
+    oracle: tuple[PerToken, list[Tensor]],
+    rtol: float = 1e-4,
+    atol: float = 2e-5,
+) -> None:
+    """All statistics that the oracle has, and gradients."""
+    (found, grads), (expected, right) = ours, oracle
+    for name in (one.name for one in fields(PerToken) if one.name not in OF_SOME):
+        if (value := getattr(expected, name)) is not None:
+            own = getattr(found, name).float()
+            assert_close(own, value.float(), rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+    assert {found.divergence.dtype, found.student_entropy.dtype, found.teacher_entropy.dtype} == {torch.float32}
+    assert_close(grads, right, rtol=rtol, atol=atol)
+
+
+def _assert_equals_oracle(
+    pair: Pair, *args: object, rtol: float = 1e-4, atol: float = 2e-5, **given: object
+) -> tuple[PerToken, list[Tensor]]:
+    """The streamed divergence has the statistics and gradients of the dense one; returns them."""
+    ours, oracle = (_gradients(one, pair, *args, **given) for one in (streamed_divergence, dense_divergence))
+    _assert_same(ours, oracle, rtol, atol)
+    return ours

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from heads import of_logits
 from torch.testing import assert_close
 
 from trl_opsd.losses import (
     ForwardKL,
-    LazyLogits,
     NegativeLogAcceptance,
-    OutputHead,
     ReferenceModel,
     Sampled,
     TotalVariation,
@@ -22,11 +21,6 @@ pytestmark = pytest.mark.quick
 
 BOTH = pytest.mark.parametrize("divergence", [TotalVariation(), NegativeLogAcceptance()], ids=repr)
 COMPUTE = pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
-
-
-def sides(student, teacher, temperatures=(1.0, 1.0)):
-    head = OutputHead(torch.eye(student.size(-1), dtype=student.dtype))
-    return [LazyLogits(one, head, at) for one, at in zip((student, teacher), temperatures, strict=True)]
 
 
 def logits(rows=5, vocabulary=7, spread=2.0):
@@ -53,7 +47,7 @@ def test_values_and_gradients_are_of_the_enumerated_acceptance(divergence, compu
     value = 1 - accepted if divergence == TotalVariation() else -accepted.log()
     (gradient,) = torch.autograd.grad(value.sum(), student)
     mine = student.detach().float().requires_grad_()
-    per_token = compute(*sides(mine, teacher.float()), divergence)
+    per_token = compute(of_logits(mine), of_logits(teacher.float()), divergence)
     (ours,) = torch.autograd.grad(per_token.divergence.sum(), mine)
     assert_close(per_token.divergence.double(), value.detach(), rtol=1e-5, atol=1e-6)
     assert_close(per_token.accepted.double(), accepted.detach(), rtol=1e-5, atol=1e-6)
@@ -64,19 +58,17 @@ def test_values_and_gradients_are_of_the_enumerated_acceptance(divergence, compu
 @COMPUTE
 def test_acceptance_leaves_out_weights_pull_and_anchor(divergence, compute):
     student, teacher = logits().float()
-    plain = compute(*sides(student, teacher, (0.7, 1.3)), divergence)
-    other = ReferenceModel(sides(student, teacher + 1)[1], anchor=0.5)
-    weighed = compute(
-        *sides(student, teacher, (0.7, 1.3)), divergence, torch.linspace(0.5, 3, 5),
-        sampled=Sampled(torch.arange(5), nll_weight=torch.ones(5)), references=[other], anchor=ForwardKL(),
-    )  # fmt: skip
-    assert_close(weighed.accepted, plain.accepted)
-    assert_close(plain.accepted, torch.minimum((student / 0.7).softmax(-1), (teacher / 1.3).softmax(-1)).sum(-1))
+    pair, other = (of_logits(student, 0.7), of_logits(teacher, 1.3)), ReferenceModel(of_logits(teacher + 1), anchor=0.5)
+    of = Sampled(torch.arange(5), nll_weight=torch.ones(5))
+    weighed = compute(*pair, divergence, torch.linspace(0.5, 3, 5), sampled=of, references=[other], anchor=ForwardKL())
+    accepted = torch.minimum((student / 0.7).softmax(-1), (teacher / 1.3).softmax(-1)).sum(-1)
+    assert_close(weighed.accepted, accepted)
+    assert_close(compute(*pair, divergence).accepted, accepted)
 
 
 @COMPUTE
 def test_acceptance_is_unknown_where_values_do_not_tell(compute):
-    student, teacher = sides(*logits().float())
+    student, teacher = map(of_logits, logits().float())
     assert compute(student, teacher, ForwardKL()).accepted is None
     assert compute(student, teacher, TotalVariation(), kl_clip=0.1).accepted is None
     pushed = [ReferenceModel(student, push=0.5)]
@@ -89,7 +81,7 @@ def test_an_overlap_below_float32_keeps_value_and_gradient():
     found = []
     for compute in (streamed_divergence, dense_divergence):
         mine = student.clone().requires_grad_()
-        per_token = compute(*sides(mine, teacher), NegativeLogAcceptance())
+        per_token = compute(of_logits(mine), of_logits(teacher), NegativeLogAcceptance())
         found.append((per_token.divergence, torch.autograd.grad(per_token.divergence.sum(), mine)[0]))
     assert_close(*found)
     (value, gradient), _ = found
@@ -101,7 +93,9 @@ def test_an_overlap_below_float32_keeps_value_and_gradient():
 def test_a_near_acceptance_of_1_is_not_lost_in_rounding():
     student = logits(50, 100)[0]
     teacher = student + 1e-4 * logits(50, 100)[1]
-    exact = dense_divergence(*sides(student, teacher), NegativeLogAcceptance()).divergence
-    found = streamed_divergence(*sides(student.float(), teacher.float()), NegativeLogAcceptance()).divergence
+    exact = dense_divergence(of_logits(student), of_logits(teacher), NegativeLogAcceptance()).divergence
+    found = streamed_divergence(
+        of_logits(student.float()), of_logits(teacher.float()), NegativeLogAcceptance()
+    ).divergence
     assert 1e-5 < exact.mean() < 1e-3
     assert_close(found, exact, rtol=2e-3, atol=0)

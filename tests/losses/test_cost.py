@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from heads import lower
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,22 +75,18 @@ class TestProducts:
     @pytest.mark.parametrize("chunk", [None, 5])
     @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
     @pytest.mark.parametrize(
-        ("frozen", "expected"),
-        [
-            ((), 3 * STUDENT + TEACHER),
-            (("weight",), 2 * STUDENT + TEACHER),
-            (("hidden",), 2 * STUDENT + TEACHER),
-        ],
+        ("frozen", "products"),
+        [((), 3), (("weight",), 2), (("hidden",), 2)],
         ids=["trainable head: 3S+1T", "frozen head: 2S+1T", "frozen backbone: 2S+1T"],
     )
     @pytest.mark.parametrize("clip", [None, 0.01])
-    def test_no_product_is_computed_twice(self, make_pair, gradients, divergence, chunk, rich, frozen, expected, clip):
+    def test_no_product_is_computed_twice(self, make_pair, gradients, divergence, chunk, rich, frozen, products, clip):
         pair = make_pair(TOKENS, VOCABULARY, rich=rich)
         clip = clip if isinstance(divergence, Entrywise) else None
         options = {"chunk_tokens": chunk, "kl_clip": clip, "sampled": SAMPLED}
         with counted_flops() as counter:
             gradients(streamed_divergence, pair, divergence, frozen=frozen, **options)
-        assert counter.get_total_flops() == expected
+        assert counter.get_total_flops() == products * STUDENT + TEACHER
 
     @every_divergence
     @pytest.mark.parametrize("reason", ["no_grad", "nothing requires a gradient"])
@@ -110,11 +107,10 @@ class TestProducts:
 
         student, teacher = make_pair(TOKENS, VOCABULARY)
         student.hidden.requires_grad_()
-        trained = streamed_divergence(student, teacher, Mine())
-        with torch.no_grad():
-            evaluated = streamed_divergence(student, teacher, Mine())
+        for mode in (True, False):
+            with torch.set_grad_enabled(mode):
+                streamed_divergence(student, teacher, Mine())
         assert modes == [True, False]
-        torch.testing.assert_close(evaluated.divergence, trained.divergence)
 
     @pytest.mark.parametrize(
         ("upstream", "expected"),
@@ -175,21 +171,14 @@ class TestProducts:
 class TestMemory:
     @every_divergence
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_no_tensor_is_as_large_as_all_logits(self, make_pair, gradients, divergence, dtype):
-        pair = tuple(
-            replace(side, hidden=side.hidden.to(dtype), head=replace(side.head, weight=side.head.weight.to(dtype)))
-            for side in make_pair(300, 53)
-        )
+    @pytest.mark.parametrize("chunk", [3, None], ids=["3 tokens", "a budget of 10"])
+    def test_no_tensor_is_as_large_as_all_logits(self, make_pair, gradients, divergence, dtype, chunk, monkeypatch):
+        monkeypatch.setattr("trl_opsd.losses.streamed.TILE_BYTES", 8 * 53 * 10)
+        pair = [lower(side, dtype) for side in make_pair(300, 53)]
         with LargestTensor() as largest:
             sampled = Sampled(torch.arange(300) % 53, nll_weight=torch.ones(300))
-            gradients(streamed_divergence, pair, divergence, chunk_tokens=3, sampled=sampled)
+            gradients(streamed_divergence, pair, divergence, chunk_tokens=chunk, sampled=sampled)
         assert largest.elements <= 300 * 10  # the statistics of each token; all logits would be 300 * 53
-
-    def test_the_default_tile_stays_within_its_budget(self, make_pair, gradients, monkeypatch):
-        monkeypatch.setattr("trl_opsd.losses.streamed.TILE_BYTES", 8 * 53 * 10)
-        with LargestTensor() as largest:
-            gradients(streamed_divergence, make_pair(300, 53), ForwardKL())
-        assert largest.elements <= 300 * 10
 
     @pytest.mark.parametrize(("memory", "tiles"), [(0, [493] * 4 + [28]), (80 * 10**9, [976, 976, 48])])
     def test_the_default_tile_follows_the_memory_of_an_accelerator(self, monkeypatch, memory, tiles):

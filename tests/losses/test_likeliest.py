@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from heads import logits_of
 from torch.testing import assert_close
 
 from trl_opsd.losses import ForwardKL, dense_divergence, streamed_divergence
@@ -14,11 +15,7 @@ pytestmark = pytest.mark.quick
 
 def ranked(lazy, vocabulary):
     """The likeliest tokens of each row, and all probabilities, in float64 and one after the other."""
-    head = lazy.head
-    logits = lazy.hidden.double() @ head.weight.double().T
-    logits = head.scale * (logits if head.bias is None else logits + head.bias.double())
-    logits = logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
-    probs = (logits[:, :vocabulary] / lazy.temperature).softmax(-1)
+    probs = logits_of(lazy)[:, :vocabulary].softmax(-1)
     return [set(sorted(range(vocabulary), key=row.__getitem__)[-LIKELIEST:]) for row in probs.tolist()], probs
 
 

@@ -16,21 +16,11 @@ chunked = pytest.importorskip("trl.kernels.chunked_divergence")
 
 
 def trl_divergence(student, teacher, beta):
-    divergence, entropy = chunked.ChunkedDivergenceFunction.apply(
-        student.hidden,
-        student.head.weight,
-        student.head.bias,
-        teacher.hidden,
-        teacher.head.weight,
-        teacher.head.bias,
-        beta,
-        student.temperature,
-        student.head.scale,
-        student.head.softcap,
-        teacher.head.scale,
-        teacher.head.softcap,
-    )
-    return PerToken(divergence=divergence, student_entropy=entropy, teacher_entropy=entropy)
+    heads = student.head, teacher.head
+    sides = (one for side in (student, teacher) for one in (side.hidden, side.head.weight, side.head.bias))
+    settings = (one for head in heads for one in (head.scale, head.softcap))
+    found = chunked.ChunkedDivergenceFunction.apply(*sides, beta, student.temperature, *settings)
+    return PerToken(divergence=found[0], student_entropy=found[1], teacher_entropy=found[1])
 
 
 @pytest.mark.parametrize(

@@ -1,133 +1,144 @@
-"""Inputs that cannot be compared are refused with what was given, what was expected and what to do."""
+"""Inputs that cannot be compared, and divergences of a user that contradict themselves, are refused by name."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
+from test_beside import third
 
 from trl_opsd.losses import (
     DIVERGENCES,
     Divergence,
     ForwardKL,
     GeneralizedJSD,
+    NegativeLogAcceptance,
+    ReferenceModel,
     ReverseKL,
+    Sampled,
+    SampledReverseKL,
+    TopKTeacher,
     dense_divergence,
     streamed_divergence,
 )
 from trl_opsd.losses.validation import prove_divergence
 
 pytestmark = pytest.mark.quick
+NAN = float("nan")
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1.5, float("nan")])
-def test_beta_at_or_beyond_its_limits_is_refused(beta):
-    with pytest.raises(ValueError, match=rf"beta is {beta}, expected .* between 0 and 1: use ForwardKL\(\)"):
-        GeneralizedJSD(beta)
+def of_user(value, gradient=None):
+    """A class with this value, and a gradient that this function makes of the right one."""
 
-
-def with_head(side, **changes):
-    return replace(side, head=replace(side.head, **changes))
-
-
-@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda s, t: (s, with_head(t, weight=torch.zeros(41, 8))),
-            "student's head has 37 rows and the teacher's 41: pass",
-        ),
-        (
-            lambda s, t: (s, replace(t, hidden=torch.zeros(6, 8))),
-            r"teacher hidden states have shape \[6, 8\], expected \[N, H\] with 7 tokens",
-        ),
-        (
-            lambda s, t: (replace(s, hidden=torch.zeros(2, 3, 5)), t),
-            r"student hidden .* \[2, 3, 5\], expected \[N, H\]",
-        ),
-        (lambda s, t: (s, replace(t, temperature=0.0)), "teacher temperature is 0.0, expected a number above 0"),
-    ],
-    ids=["vocabulary", "tokens", "dimensions", "temperature"],
-)
-def test_incompatible_models_are_refused(make_pair, compute, change, message):
-    with pytest.raises(ValueError, match=message):
-        compute(*change(*make_pair()), ForwardKL())
-
-
-@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
-def test_weights_that_are_not_one_per_token_are_refused(make_pair, compute):
-    with pytest.raises(ValueError, match=r"weights have shape \[6\], expected \[7\]: pass one per token"):
-        compute(*make_pair(), ForwardKL(), torch.ones(6))
-
-
-@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
-@pytest.mark.parametrize("vocabulary", [0, 38])
-def test_an_invalid_vocabulary_size_is_refused(make_pair, compute, vocabulary):
-    with pytest.raises(ValueError, match=f"vocabulary is {vocabulary}, but .* 37 rows .* from 1 to 37"):
-        compute(*make_pair(), ForwardKL(), vocabulary=vocabulary)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (
-            lambda mine, theirs: (mine - theirs).sum(),
-            r"returned shape \[\]: expected one divergence per row, \[3\]",
-        ),
-        (lambda mine, theirs: mine - theirs, r"returned shape \[3, 7\]"),
-        (lambda mine, theirs: 0.0, "returned a float"),
-        (lambda mine, theirs: (mine - theirs).sum(-1).detach(), "is not differentiable"),
-    ],
-)
-def test_a_custom_divergence_returns_one_differentiable_number_per_row(value, message):
     class Mine(Divergence):
         def value(self, log_student_RV, log_teacher_RV):
             return value(log_student_RV, log_teacher_RV)
 
-    logs = torch.randn(2, 3, 7).log_softmax(-1)
-    with pytest.raises(ValueError, match=f"`Mine.value` {message}"):
-        Mine().value_and_gradient(*logs, *logs.exp())
-    if "differentiable" not in message:
-        with pytest.raises(ValueError, match=f"`Mine.value` {message}"), torch.no_grad():
-            Mine().value_alone(*logs, *logs.exp())
+    if gradient is not None:
+        right = Mine.value_and_gradient
+        Mine.value_and_gradient = lambda self, *storage: gradient(*right(self, *storage))
+    return Mine
 
 
 def reverse_kl(mine, theirs):
     return (mine.exp() * (mine - theirs)).sum(-1)
 
 
-class Skewed(Divergence):
-    """As in docs/extending.md, more or less."""
-
-    def value(self, log_student_RV, log_teacher_RV):
-        return reverse_kl(log_student_RV, torch.logaddexp(log_student_RV - 3.0, log_teacher_RV - 0.05))
+OWN = of_user(reverse_kl)()
 
 
-class Analytic(Divergence):
-    """A gradient of its own, which is right."""
+@pytest.mark.parametrize(
+    ("make", "given", "named"),
+    [
+        *((GeneralizedJSD, {"beta": one}, f"beta is {one}") for one in (0.0, 1.0, -0.1, 1.5, NAN)),
+        *((SampledReverseKL, {"clip_max": one}, f"clip_max is {one}") for one in (0.0, -1.0, NAN)),
+        *((SampledReverseKL, {"clip_min": one}, f"clip_min is {one}") for one in (0.0, 3.0, NAN)),
+        (TopKTeacher, {"of": ForwardKL(), "k": 0}, "top_k_teacher is 0"),
+        *(
+            (TopKTeacher, {"of": one, "k": 4}, f"top_k_teacher is 4 with {type(one).__name__}")
+            for one in (SampledReverseKL(), NegativeLogAcceptance(), OWN)
+        ),
+    ],
+)
+def test_settings_of_a_divergence_out_of_range_are_refused(make, given, named):
+    with pytest.raises(ValueError, match=named):
+        make(**given)
 
-    factor = 1.0
 
-    def value(self, log_student_RV, log_teacher_RV):
-        return 2 * reverse_kl(log_student_RV, log_teacher_RV)
-
-    def value_and_gradient(self, *storage):
-        value_R, gradient_RV = ReverseKL().value_and_gradient(*storage)
-        return 2 * value_R, self.factor * 2 * gradient_RV
+def with_rows(side, rows):
+    return replace(side, head=replace(side.head, weight=torch.zeros(rows, side.hidden.size(1))))
 
 
-class WrongSign(Analytic):
-    factor = -1.0
+def with_hidden(side, *shape):
+    return replace(side, hidden=torch.zeros(shape))
 
 
-class OneWrongEntry(Analytic):
-    def value_and_gradient(self, *storage):
-        value_R, gradient_RV = super().value_and_gradient(*storage)
-        gradient_RV[:, 3] += 1
-        return value_R, gradient_RV
+IDS = torch.arange(7)
+
+
+@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
+@pytest.mark.parametrize(
+    ("divergence", "given", "named"),
+    [
+        (ForwardKL(), {"teacher": partial(with_rows, rows=41)}, "vocabulary is None"),
+        (ForwardKL(), {"teacher": lambda side: with_hidden(side, 6, 8)}, "teacher hidden states"),
+        (ForwardKL(), {"student": lambda side: with_hidden(side, 2, 3, 5)}, "student hidden states"),
+        (ForwardKL(), {"teacher": partial(replace, temperature=0.0)}, r"teacher temperature is 0\.0"),
+        (ForwardKL(), {"weights": torch.ones(6)}, "weights have shape"),
+        *((ForwardKL(), {"vocabulary": one}, f"vocabulary is {one}") for one in (0, 38)),
+        *((ForwardKL(), {"kl_clip": one}, f"kl_clip is {one}") for one in (0.0, -1.0, NAN)),
+        (OWN, {"kl_clip": 0.05}, r"kl_clip is 0\.05 with Mine"),
+        (TopKTeacher(ForwardKL(), 3), {"kl_clip": 0.05}, r"kl_clip is 0\.05 with TopKTeacher"),
+        (SampledReverseKL(), {"kl_clip": 0.05, "sampled": Sampled(IDS)}, r"kl_clip is 0\.05 with SampledReverseKL"),
+        (SampledReverseKL(), {}, "SampledReverseKL needs sampled tokens"),
+        (SampledReverseKL(), {"sampled": Sampled(IDS[:6])}, "sampled ids have shape"),
+        (SampledReverseKL(), {"sampled": Sampled(IDS + 31)}, "index 37 is out of bounds"),
+        (SampledReverseKL(), {"sampled": Sampled(IDS - 100)}, "is out of bounds"),
+        (ForwardKL(), {"sampled": Sampled(IDS, nll_weight=torch.ones(1))}, "sampled nll_weight have shape"),
+        (ForwardKL(), {"sampled": Sampled(IDS, logprobs=torch.ones(7, 1))}, "sampled logprobs have shape"),
+        (ForwardKL(), {"references": [ReferenceModel(third(1, 8, tokens=6), push=1.0)]}, r"beside\[0\] hidden states"),
+        (ForwardKL(), {"references": [ReferenceModel(third(1, 8, vocabulary=36), push=1.0)]}, "vocabulary is None"),
+        (
+            SampledReverseKL(),
+            {"sampled": Sampled(IDS), "references": [ReferenceModel(third(1, 8), anchor=1.0)]},
+            "SampledReverseKL cannot hold the student near an anchor",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(make_pair, compute, divergence, given, named):
+    given, (student, teacher) = dict(given), make_pair()
+    pair = given.pop("student", replace)(student), given.pop("teacher", replace)(teacher)
+    with pytest.raises((ValueError, RuntimeError), match=named):
+        compute(*pair, divergence, **given)
+
+
+def test_the_policy_gradient_has_no_value_of_distributions():
+    with pytest.raises(ValueError, match="only for a sampled token"):
+        SampledReverseKL().value(torch.zeros(1, 3), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (lambda mine, theirs: (mine - theirs).sum(), r"returned shape \[\]"),
+        (lambda mine, theirs: mine - theirs, r"returned shape \[3, 7\]"),
+        (lambda mine, theirs: 0.0, "returned a float"),
+        (lambda mine, theirs: (mine - theirs).sum(-1).detach(), "is not differentiable"),
+    ],
+)
+def test_a_custom_divergence_returns_one_differentiable_number_per_row(value, named):
+    logs, mine = torch.randn(2, 3, 7).log_softmax(-1), of_user(value)()
+    with pytest.raises(ValueError, match=f"`Mine.value` {named}"):
+        mine.value_and_gradient(*logs, *logs.exp())
+    if "differentiable" not in named:
+        with pytest.raises(ValueError, match=f"`Mine.value` {named}"), torch.no_grad():
+            mine.value_alone(*logs, *logs.exp())
+
+
+# ---- Divergences of the user's own: what they compute, compared with their definition --------------------------------
 
 
 class OnlyValue(ReverseKL):
@@ -135,48 +146,52 @@ class OnlyValue(ReverseKL):
         return reverse_kl(log_student_RV, log_teacher_RV) ** 2
 
 
-class OverTheBatch(Divergence):
-    def value(self, log_student_RV, log_teacher_RV):
-        values_R = reverse_kl(log_student_RV, log_teacher_RV)
-        return values_R / values_R.mean()
+def over_the_batch(mine, theirs):
+    values_R = reverse_kl(mine, theirs)
+    return values_R / values_R.mean()
 
 
-class HalfARoot(Divergence):
+def half_a_root(mine, theirs):
     """Its value is finite, its gradient NaN where the root is not taken."""
+    gap_RV = mine - theirs
+    return (mine.exp() * torch.where(gap_RV > 0, gap_RV.sqrt(), 0)).sum(-1)
 
-    def value(self, log_student_RV, log_teacher_RV):
-        gap_RV = log_student_RV - log_teacher_RV
-        return (log_student_RV.exp() * torch.where(gap_RV > 0, gap_RV.sqrt(), 0)).sum(-1)
+
+def one_wrong_entry(value_R, gradient_RV):
+    return value_R, gradient_RV.index_add(1, torch.tensor([3]), torch.ones(len(value_R), 1))
+
+
+def noisy(mine, theirs):
+    """Draws for each row and token."""
+    gap_RV = (mine - theirs) ** 2
+    return (torch.randn_like(gap_RV) ** 2 * gap_RV).sum(-1)
+
+
+def of_a_few(mine, theirs):
+    """Looks at a few tokens only, at others each time."""
+    some = torch.randint(mine.size(-1), (5,))
+    return reverse_kl(mine[:, some], theirs[:, some])
+
+
+def negated(value_R, gradient_RV):
+    return value_R, -gradient_RV
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "named"),
     [
-        (
-            WrongSign,
-            r"`WrongSign.value_and_gradient`.*: gradients differ by \S+ at token id \d+, where",
-        ),
-        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient`.*: gradients differ by \S+ at token id 3, where"),
-        (
-            OnlyValue,
-            "`OnlyValue.value_and_gradient`, that of `ReverseKL`, does not match `OnlyValue.value`: values differ",
-        ),
-        (OverTheBatch, "`OverTheBatch.value` of a token depends on other tokens .values differ by"),
-        (HalfARoot, "The gradient of `HalfARoot.value` is NaN or infinite"),
+        (of_user(reverse_kl, negated), r"`Mine.value_and_gradient`.*: gradients differ by \S+ at token id \d+,"),
+        (of_user(reverse_kl, one_wrong_entry), r"`Mine.value_and_gradient`.*: gradients differ by \S+ at token id 3,"),
+        (of_user(noisy, negated), r"`Mine.value_and_gradient` does not match"),
+        (OnlyValue, "`OnlyValue.value_and_gradient`, that of `ReverseKL`, does not match `OnlyValue.value`: values"),
+        (of_user(over_the_batch), "`Mine.value` of a token depends on other tokens"),
+        (of_user(half_a_root), "The gradient of `Mine.value` is NaN or infinite"),
     ],
 )
 @pytest.mark.parametrize("vocabulary", [7, 20_000])
-def test_a_divergence_that_contradicts_itself_is_refused(wrong, message, vocabulary):
-    with pytest.raises(ValueError, match=f"^{message}"):
+def test_a_divergence_that_contradicts_itself_is_refused(wrong, named, vocabulary):
+    with pytest.raises(ValueError, match=f"^{named}"):
         prove_divergence(wrong(), vocabulary, torch.device("cpu"))
-
-
-class Sampled(Divergence):
-    """Looks at a few tokens only, at others each time."""
-
-    def value(self, log_student_RV, log_teacher_RV):
-        some = torch.randint(log_student_RV.size(-1), (5,))
-        return reverse_kl(log_student_RV[:, some], log_teacher_RV[:, some])
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,59 +204,37 @@ class PerToken(Divergence):
         return (self.factors_V * (log_student_RV - log_teacher_RV) ** 2).sum(-1)
 
 
-class Bounded(Divergence):
-    """Flat for distributions that are far apart."""
-
-    def value(self, log_student_RV, log_teacher_RV):
-        return reverse_kl(log_student_RV, log_teacher_RV).clamp(max=0.1)
-
-
-class Noisy(Divergence):
-    """Draws for each row and token."""
-
-    def value(self, log_student_RV, log_teacher_RV):
-        gap_RV = (log_student_RV - log_teacher_RV) ** 2
-        return (torch.randn_like(gap_RV) ** 2 * gap_RV).sum(-1)
-
-
-class NoisyWrongSign(Noisy):
-    def value_and_gradient(self, *storage):
-        value_R, gradient_RV = super().value_and_gradient(*storage)
-        return value_R, -gradient_RV
+SOUND = {
+    "like that of docs/extending.md": of_user(
+        lambda mine, theirs: reverse_kl(mine, torch.logaddexp(mine - 3.0, theirs - 0.05))
+    ),
+    "a gradient of its own": of_user(reverse_kl, lambda value_R, gradient_RV: (value_R, 1 * gradient_RV)),
+    "flat far apart": of_user(lambda mine, theirs: reverse_kl(mine, theirs).clamp(max=0.1)),
+    "noisy": of_user(noisy),
+}
 
 
 @pytest.mark.parametrize("vocabulary", [2, 259, 20_000])
 def test_sound_divergences_pass_the_checks(vocabulary):
-    named = [make() for make in DIVERGENCES.values()]
-    for one in [*named, Skewed(), Analytic(), Bounded(), Noisy(), Sampled(), PerToken(torch.rand(vocabulary))]:
-        doubts = prove_divergence(one, vocabulary, torch.device("cpu"))
-        assert not doubts or (type(one) is Sampled and "is negative" in doubts[0])
-
-
-def test_a_random_divergence_is_compared_with_its_definition():
-    with pytest.raises(ValueError, match=r"^`NoisyWrongSign.value_and_gradient` does not match"):
-        prove_divergence(NoisyWrongSign(), 7, torch.device("cpu"))
+    sound = [make() for make in (*DIVERGENCES.values(), *SOUND.values())]
+    for one in (*sound, PerToken(torch.rand(vocabulary))):
+        assert prove_divergence(one, vocabulary, torch.device("cpu")) == []
+    doubts = prove_divergence(of_user(of_a_few)(), vocabulary, torch.device("cpu"))
+    assert not doubts or "is negative" in doubts[0]
 
 
 @pytest.mark.parametrize("vocabulary", [2, 259, 20_000])
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (lambda mine, theirs: -reverse_kl(mine, theirs), r"^`Mine.value` is negative, -"),
-        (lambda mine, theirs: (mine.exp().detach() * (mine - theirs)).sum(-1), r"^The gradient of `Mine.value` is 0 "),
-        (lambda mine, theirs: reverse_kl(mine, theirs).clamp(max=0) + 1, r"^The gradient of `Mine.value` is 0 "),
-        (lambda mine, theirs: 9 + (mine.exp() * mine).sum(-1), r"^The gradient of .* does not depend on the teacher"),
-        (
-            lambda mine, theirs: 9 + (mine.exp() * mine - theirs).sum(-1),
-            r"^The gradient of .* does not depend on the teacher",
-        ),
+        (lambda mine, theirs: -reverse_kl(mine, theirs), "^`Mine.value` is negative, -"),
+        (lambda mine, theirs: (mine.exp().detach() * (mine - theirs)).sum(-1), "^The gradient of `Mine.value` is 0 "),
+        (lambda mine, theirs: reverse_kl(mine, theirs).clamp(max=0) + 1, "^The gradient of `Mine.value` is 0 "),
+        (lambda mine, theirs: 9 + (mine.exp() * mine).sum(-1), "does not depend on the teacher"),
+        (lambda mine, theirs: 9 + (mine.exp() * mine - theirs).sum(-1), "does not depend on the teacher"),
     ],
     ids=["negative", "cancelled", "bounded", "no teacher", "a constant teacher"],
 )
 def test_suspicious_divergences_return_a_warning(value, words, vocabulary):
-    class Mine(Divergence):
-        def value(self, log_student_RV, log_teacher_RV):
-            return value(log_student_RV, log_teacher_RV)
-
-    (doubt,) = prove_divergence(Mine(), vocabulary, torch.device("cpu"))
+    (doubt,) = prove_divergence(of_user(value)(), vocabulary, torch.device("cpu"))
     assert re.search(words, doubt)

@@ -1,19 +1,25 @@
-"""A teacher known by some tokens: its divergences are those of buckets, summed in full in float64."""
+"""A teacher known by some tokens, or compared by its likeliest: the divergence of buckets, in full in float64."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
+from heads import logits_of, of_logits
+from test_streamed import ENTRYWISE
 from torch import Tensor
+from torch.testing import assert_close
 
 from trl_opsd.losses import (
     DIVERGENCES,
+    ForwardKL,
     LazyLogits,
     OutputHead,
     ReferenceModel,
+    ReverseKL,
     Sampled,
     TopKTeacher,
     streamed_divergence,
@@ -55,11 +61,8 @@ def served(log_teacher_NV: Tensor, ids: list[list[int]], more: int = 2) -> LazyL
     return LazyLogits(known.packed(), TokenHead.sized(V, width, CPU))
 
 
-def log_probs(lazy: LazyLogits, hidden_NH: Tensor) -> Tensor:
-    head = lazy.head
-    logits_NV = head.scale * (hidden_NH @ head.weight.double().T + (0 if head.bias is None else head.bias.double()))
-    logits_NV = logits_NV if head.softcap is None else head.softcap * (logits_NV / head.softcap).tanh()
-    return (logits_NV / lazy.temperature).log_softmax(-1)
+def log_probs(model: LazyLogits, hidden_NH: Tensor | None = None) -> Tensor:
+    return logits_of(model, hidden_NH).log_softmax(-1)
 
 
 def buckets(log_V: Tensor, ids: list[int]) -> Tensor:
@@ -103,7 +106,7 @@ def test_equals_the_divergence_of_buckets_with_its_gradient(name, by, vocabulary
 
 def test_dense_loss_completes_a_teacher_as_the_streamed_one_does():
     mine, log_teacher_NV = student(bias=True), teacher_logs()
-    ids = chosen(log_probs(mine, mine.hidden.double()), log_teacher_NV, "both", 6)
+    ids = chosen(log_probs(mine), log_teacher_NV, "both", 6)
     ids = [sorted(row, key=lambda one: one >= V - 5) for row in ids]  # what was sampled, the first, is shared
     sampled = Sampled(torch.tensor([row[0] for row in ids]), torch.linspace(-1, 1, N), torch.linspace(-3, -1, N))
     for name in DIVERGENCES:
@@ -113,48 +116,28 @@ def test_dense_loss_completes_a_teacher_as_the_streamed_one_does():
         )
         for value in ("divergence", "teacher_entropy", "same_first", "teacher_first", "importance", "accepted"):
             if (theirs := getattr(other, value)) is not None:
-                torch.testing.assert_close(getattr(one, value), theirs.float(), rtol=1e-4, atol=1e-5)
+                assert_close(getattr(one, value), theirs.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_sampled_token_has_the_probability_that_the_server_told():
     mine, log_teacher_NV = student(), teacher_logs()
-    log_student_NV = log_probs(mine, mine.hidden.double())
+    log_student_NV = log_probs(mine)
     ids = chosen(log_student_NV, log_teacher_NV, "student", 4)
     drawn_N = torch.tensor([row[2] for row in ids])
     found = streamed_divergence(
         mine, served(log_teacher_NV, ids), DIVERGENCES["sampled_reverse_kl"](), sampled=Sampled(drawn_N)
     )
     gap_N = (log_student_NV - log_teacher_NV).gather(1, drawn_N[:, None])[:, 0]
-    torch.testing.assert_close(found.divergence.double(), gap_N, rtol=1e-5, atol=1e-5)
-
-
-def test_is_zero_with_no_gradient_where_both_models_agree():
-    mine = student()
-    hidden_NH = mine.hidden.clone().requires_grad_()
-    log_student_NV = log_probs(mine, mine.hidden.double())
-    teacher = served(log_student_NV, chosen(log_student_NV, log_student_NV, "student", 5))
-    for name in OF_BUCKETS:
-        hidden_NH.grad = None
-        found = streamed_divergence(LazyLogits(hidden_NH, mine.head), teacher, DIVERGENCES[name]())
-        found.divergence.sum().backward()
-        if name not in ("total_variation", "negative_log_acceptance"):  # which are no smoother near agreement
-            assert float(hidden_NH.grad.abs().max()) < 1e-5
-        assert float(found.divergence.detach().abs().max()) < 1e-6
+    assert_close(found.divergence.double(), gap_N, rtol=1e-5, atol=1e-5)
 
 
 def test_ids_beyond_the_shared_vocabulary_have_no_probability():
     mine, log_teacher_NV = student(), teacher_logs()
     ids = [[0, 1, V - 1, V - 2] for _ in range(N)]
-    cut = streamed_divergence(mine, served(log_teacher_NV, ids), DIVERGENCES["reverse_kl"](), vocabulary=V - 2)
-    log_cut_NV = torch.stack([row[: V - 2].log_softmax(0) for row in log_teacher_NV])
-    rest_N = log_cut_NV[:, 2:].logsumexp(1)
-    log_student_NV = log_probs(mine, mine.hidden.double())[:, : V - 2].log_softmax(-1)
-    both = [
-        torch.cat([log_student_NV[:, :2], log_student_NV[:, 2:].logsumexp(1, keepdim=True)], 1),
-        torch.cat([log_cut_NV[:, :2], rest_N[:, None]], 1),
-    ]
-    expected_N = (both[0].exp() * (both[0] - both[1])).sum(1)
-    torch.testing.assert_close(cut.divergence.double(), expected_N, rtol=1e-4, atol=1e-5)
+    cut = streamed_divergence(mine, served(log_teacher_NV, ids), ReverseKL(), vocabulary=V - 2)
+    own, its = (logs_NV[:, : V - 2].log_softmax(-1) for logs_NV in (log_probs(mine), log_teacher_NV))
+    both = [torch.cat([logs[:, :2], logs[:, 2:].logsumexp(1, keepdim=True)], 1) for logs in (own, its)]
+    assert_close(cut.divergence.double(), ReverseKL().value(*both), rtol=1e-4, atol=1e-5)
 
 
 def test_entropy_is_that_of_known_tokens_and_a_rest():
@@ -162,24 +145,76 @@ def test_entropy_is_that_of_known_tokens_and_a_rest():
     ids = chosen(log_teacher_NV, log_teacher_NV, "teacher", 6)
     teacher = served(log_teacher_NV, ids)
     expected = [-(one.exp() * one).sum() for one in map(buckets, log_teacher_NV, ids)]
-    torch.testing.assert_close(streamed_entropy(teacher).double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
-    log_student_NV = log_probs(mine, mine.hidden.double())
+    assert_close(streamed_entropy(teacher).double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    log_student_NV = log_probs(mine)
     found_NK = streamed_likeliest(mine, 6, 3).sort(1).values
     assert torch.equal(found_NK, log_student_NV.topk(6).indices.sort(1).values)
 
 
-def test_what_needs_the_whole_distribution_is_refused():
+@pytest.mark.parametrize(
+    ("temperature", "divergence", "given", "named"),
+    [
+        (2.0, ReverseKL(), {}, "temperature"),
+        (1.0, ReverseKL(), {"references": [ReferenceModel(student(3), push=0.5)]}, "moves away"),
+        (1.0, ReverseKL(), {"kl_clip": 0.1}, r"kl_clip=0\.1"),
+        (1.0, TopKTeacher(ReverseKL(), 2), {}, "compared by TopKTeacher"),
+    ],
+)
+def test_what_needs_the_whole_distribution_is_refused(temperature, divergence, given, named):
+    teacher = replace(served(teacher_logs(), [[0, 1]] * N), temperature=temperature)
+    with pytest.raises(ValueError, match=named):
+        streamed_divergence(student(), teacher, divergence, **given)
+
+
+def test_an_anchor_needs_no_teacher():
+    anchored = [ReferenceModel(student(3), anchor=0.5)]
+    args = student(), served(teacher_logs(), [[0, 1]] * N), ReverseKL()
+    both = [loss(*args, references=anchored) for loss in (streamed_divergence, dense_divergence)]
+    assert_close(both[0].divergence, both[1].divergence, rtol=1e-5, atol=1e-5)
+
+
+# ---- The likeliest tokens of a teacher that is known in full ---------------------------------------------------------
+
+each_entrywise = pytest.mark.parametrize("of", ENTRYWISE, ids=repr)
+
+
+@each_entrywise
+@pytest.mark.parametrize("k", [1, 5, 36, 37, 400])
+def test_values_and_gradients_equal_the_oracle(make_pair, assert_equals_oracle, of, k):
+    assert_equals_oracle(make_pair(7, 37, rich=True), TopKTeacher(of, k))
+
+
+@each_entrywise
+@pytest.mark.parametrize("apart", [3.0, 1e-3, 0.0])
+def test_top_k_divergence_is_between_0_and_the_full_one(of, apart):
+    generator = torch.Generator().manual_seed(0)
+    own = 3 * torch.randn(50, 41, generator=generator)
+    pair = of_logits(own), of_logits(own + apart * torch.randn(50, 41, generator=generator))
+    whole = streamed_divergence(*pair, of).divergence
+    found = torch.stack([streamed_divergence(*pair, TopKTeacher(of, k)).divergence for k in (1, 4, 16, 40, 41)])
+    assert found.min() >= 0
+    assert (found.diff(dim=0) >= -1e-5).all()
+    assert (found <= whole + 1e-5).all()
+    assert_close(found[-1], whole, rtol=0, atol=0)
+    assert apart or not found.any()
+
+
+@each_entrywise
+def test_top_k_divergence_needs_only_the_likeliest_tokens(of):
     mine, log_teacher_NV = student(), teacher_logs()
-    teacher = served(log_teacher_NV, [[0, 1]] * N)
-    divergence = DIVERGENCES["reverse_kl"]()
-    with pytest.raises(ValueError, match="temperature"):
-        streamed_divergence(mine, LazyLogits(teacher.hidden, teacher.head, 2.0), divergence)
-    with pytest.raises(ValueError, match="moves away"):
-        streamed_divergence(mine, teacher, divergence, references=[ReferenceModel(student(3), push=0.5)])
-    with pytest.raises(ValueError, match=r"kl_clip=0\.1"):
-        streamed_divergence(mine, teacher, divergence, kl_clip=0.1)
-    with pytest.raises(ValueError, match="compared by TopKTeacher"):
-        streamed_divergence(mine, teacher, TopKTeacher(divergence, 2))
-    anchored = [ReferenceModel(student(3), anchor=0.5)]  # the student's own, so it needs no teacher
-    both = [loss(mine, teacher, divergence, references=anchored) for loss in (streamed_divergence, dense_divergence)]
-    torch.testing.assert_close(both[0].divergence, both[1].divergence, rtol=1e-5, atol=1e-5)
+    ids = log_teacher_NV.topk(4).indices.tolist()
+    both = [torch.stack(list(map(buckets, logs_NV, ids))) for logs_NV in (log_probs(mine), log_teacher_NV)]
+    found = dense_divergence(mine, of_logits(log_teacher_NV), TopKTeacher(of, 4)).divergence
+    assert_close(found, of.value(*both).float())
+
+
+def test_a_teacher_with_one_certain_token_has_no_rest_mass():
+    certain = torch.full((2, 9), -200.0).scatter_(1, torch.tensor([[3], [5]]), 200.0)
+    for of in (ForwardKL(), ReverseKL()):
+        same = streamed_divergence(of_logits(certain), of_logits(certain), TopKTeacher(of, 2)).divergence
+        assert same.tolist() == [0.0, 0.0]
+    hidden = torch.zeros(2, 9, requires_grad=True)
+    found = streamed_divergence(of_logits(hidden), of_logits(certain), TopKTeacher(ForwardKL(), 2))
+    assert_close(found.divergence.detach(), torch.full((2,), 9.0).log())
+    (gradient,) = torch.autograd.grad(found.divergence.sum(), hidden)
+    assert_close(gradient, torch.full((2, 9), 1 / 9) - (certain > 0).float())
