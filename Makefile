@@ -61,7 +61,7 @@ $(APART:%=.%/.made): .%/.made: requirements/%.txt | venv
 	$(PIP) install -q --no-deps --target .$* -r requirements/$*.txt
 	touch $@
 
-notebook: venv ## run the notebook here, and in an empty environment where it installs itself; minutes
+notebook: venv ## run the notebook, with fewer steps; a minute
 	$(BIN)/pytest -m "long or not long" tests/examples/test_notebook.py
 
 trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are installed apart; a minute
