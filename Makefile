@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-needs quick real notebook trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs surface workflows release rehearsal format lock clean
+.PHONY: help venv demo test test-needs quick real notebook trackers environments test-long $(addprefix test-long-,1 2 3 4 5 6 7) test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs surface workflows release rehearsal format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,13 +55,13 @@ quick: venv ## run the most telling tests, about a minute on two cores; for use 
 real: .real/smollm2/config.json ## test with a pretrained model of 135M parameters, from a package of the index; minutes
 	SMOLLM2=.real/smollm2 $(BIN)/pytest -m real tests/examples/test_smollm2.py -s
 
-PARTS := trackers environments vllm packaging
-$(PARTS:%=.%/.made): .%/.made: requirements/%.txt | venv
+APART := trackers environments vllm packaging
+$(APART:%=.%/.made): .%/.made: requirements/%.txt | venv
 	rm -rf .$*
 	$(PIP) install -q --no-deps --target .$* -r requirements/$*.txt
 	touch $@
 
-notebook: venv ## run the notebook here, and in an empty environment where it installs itself; minutes
+notebook: venv ## run the notebook, with fewer steps; a minute
 	$(BIN)/pytest -m "long or not long" tests/examples/test_notebook.py
 
 trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are installed apart; a minute
@@ -71,9 +71,23 @@ trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are i
 environments: .environments/.made ## test with OpenEnv and verifiers, which are installed apart; half a minute
 	PYTHONPATH=.environments $(BIN)/pytest -m environments tests/environments/test_openenv_and_verifiers.py
 
-test-long: venv build/extensions/deepspeed_shm_comm ## run what `make test` leaves out for its time: long tests, a real model, real servers, other versions; two hours
-	$(BIN)/pytest -m long $(PYTEST_ARGS)
-	$(MAKE) real test-sglang test-servers test-latest test-lowest
+# Pieces of at most about an hour on two cores. The fourth has the files that the first three leave, so none is forgotten.
+PAIRS := tests/equivalence/test_pairs.py
+MODELS := tests/losses tests/rollout tests/teacher
+LONG_1 := -m "long and not distributed" -n 3 --dist load $(PAIRS)
+LONG_2 := -m "long and distributed" $(PAIRS)
+LONG_3 := -m "long and not sglang" $(MODELS)
+LONG_4 := -m long $(addprefix --ignore ,$(PAIRS) $(MODELS))
+PART ?= 1 2 3 4 5 6 7
+
+test-long: $(PART:%=test-long-%) ## run what `make test` leaves out for its time: long tests, a real model, real servers, other versions; hours, of which PART=1 to 7 runs one
+
+test-long-1 test-long-2 test-long-3 test-long-4: test-long-%: venv build/extensions/deepspeed_shm_comm
+	$(BIN)/pytest $(PYTEST_ARGS) $(LONG_$*)
+
+test-long-5: real test-sglang test-servers
+test-long-6: test-latest
+test-long-7: test-lowest
 
 test-sglang: venv ## test with a real SGLang server; builds an environment for it in .sglang, 2 GB
 	$(BIN)/python tools/sglang_env.py .sglang

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import random
 import re
+import statistics
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import processes
+from support.byte_languages import Language, byte_pairs
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
+def run(load, monkeypatch, capfd):
     """Runs a benchmark as its command line would, and returns what it prints as JSON."""
 
     def call(name: str, *options: object):
-        monkeypatch.syspath_prepend(FOLDER)
         monkeypatch.setattr(sys, "argv", [name, *map(str, options), "--json"])
-        benchmark = importlib.import_module(name)
-        benchmark.main()
+        load(name).main()
         printed = capfd.readouterr().out
         *_, start = re.finditer(r"^[\[{]$", printed, re.MULTILINE)  # libraries print before it
         return json.loads(printed[start.start() :])
@@ -35,15 +37,12 @@ def test_losses_form_logits_once_and_equal_the_oracle(run):
     sizes = ("--tokens", 32, "--vocab", 128, "--student-width", 16, "--teacher-width", 24, "--error-tokens", 8)
     rows = run("loss", *sizes, "--divergences", "jsd", "--repeats", 1, "--device", "cpu")
     ours = {row["head"]: row for row in rows if row["program"] == "streamed"}
-    assert len(ours) == 2
-    for head, row in ours.items():
-        assert row["products"] == ("3S+1T" if head == "trainable" else "2S+1T")
-        assert max(row["errors"]) < 1e-5
+    assert {head: row["products"] for head, row in ours.items()} == {"trainable": "3S+1T", "frozen": "2S+1T"}
+    assert max(max(row["errors"]) for row in ours.values()) < 1e-5
 
 
 def test_a_prefix_that_rows_share_is_read_once(run):
-    none, stream = run("shared_prefix", "--layers", 1, "--shared", 300, "--device", "cpu")
-    for row in (none, stream):
+    for row in run("shared_prefix", "--layers", 1, "--shared", 300, "--device", "cpu"):
         tokens = row["tokens"]
         assert tokens["first"] < tokens["whole"] - 6 * 300
         assert tokens["later"] == tokens["whole"] - 8 * 300
@@ -55,10 +54,9 @@ def test_products_are_formed_to_choose_tokens_and_of_those_chosen(run):
     rows = run("selection", *sizes, "--repeats", 1, "--steps", 1, "--step-repeats", 1, "--device", "cpu")
     for what, products in {"loss, head trained": 4, "loss, head frozen": 3}.items():
         counted = {row["criterion"]: row["flops"] for row in rows if row["what"] == what}
-        choosing = {"all tokens": 0.7, "prefix": 0, "random": 0, "student_entropy": 1 / products}
-        choosing |= {"teacher_confidence": 1 / products, "student_surprise": 1 / products}
-        expected = {**choosing, "teacher_divergence": 2 / products}
-        assert counted == {one: pytest.approx(0.3 + added) for one, added in expected.items()}
+        choosing = {"all tokens": 0.7, "prefix": 0, "random": 0, "teacher_divergence": 2 / products}
+        choosing |= dict.fromkeys(("student_entropy", "teacher_confidence", "student_surprise"), 1 / products)
+        assert counted == {one: pytest.approx(0.3 + added) for one, added in choosing.items()}
     assert sum(row["what"] == "whole step" for row in rows) == 7
 
 
@@ -70,23 +68,9 @@ def test_finished_rows_are_not_decoded(run):
     assert ragged["trl"] > 1.5
 
 
-def test_every_placement_of_the_teacher_gives_the_same_targets(run):
-    shape = ("--layers", 4, "--rows", 2, "--length", 8)
-    (result,) = run("teacher", *shape, "--repeats", 1, "--device", "cpu")
-    assert all(row["equal"] for row in result["placements"].values())
-    assert result["placements"]["stream"]["during"] < result["model_bytes"]
-
-
-def test_a_bf16_step_is_in_bfloat16_in_every_phase(run):
-    shape = ("--width", 64, "--layers", 1, "--vocab", 320, "--rows", 2, "--prompt-tokens", 6, "--tokens", 4)
-    (found,) = run("bf16", *shape, "--repeats", 1, "--device", "cpu")
-    assert found["dtypes"] == {phase: ["bfloat16"] for phase in ("teach", "student", "loss", "backward")}
-
-
 @pytest.mark.parametrize(("tuning", "lengths"), [("full", "even"), ("lora", "ragged")])
-def test_whole_steps_are_measured_on_the_same_work_as_trls(monkeypatch, tuning, lengths):
-    monkeypatch.syspath_prepend(FOLDER)
-    benchmark = importlib.import_module("end_to_end")
+def test_whole_steps_are_measured_on_the_same_work_as_trls(load, tuning, lengths):
+    benchmark = load("end_to_end")
     shape = ("--width", 64, "--layers", 1, "--vocab", 320, "--prompt-tokens", 8, "--tokens", 4, "--steps", 1)
     cut = ("--micro", "2x2", "--divergence", "jsd", "--lengths", lengths, "--tuning", tuning)
     args = benchmark.arguments([*map(str, shape), *cut, "--device", "cpu", "--option", "loss_chunk_tokens=3"])
@@ -102,50 +86,32 @@ def test_whole_steps_are_measured_on_the_same_work_as_trls(monkeypatch, tuning, 
         phases = [row["processor"][phase] for phase in benchmark.PHASES]
         assert min(phases[1:6]) > 0  # all but what replays, and what is left over
         assert sum(phases) == pytest.approx(row["processor"]["total"])
-        assert row["peak"] > 1e8
-    assert trl["wall"]["over_trl"] == 1.0
     runs["ours"][0]["losses"][1] += 1e-3
     with pytest.raises(ValueError, match="not the same"):
         benchmark.summed_up(runs, args.tolerance)
 
 
-def test_options_have_the_types_of_their_defaults_and_summaries_the_ranges(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    common = importlib.import_module("common")
-    given = ["--rates", "2", "3", "--no-dense", "--dtype", "bfloat16"]
-    asked = common.options("", given, rates=[0.5], dense=True, dtype=torch.float32, tokens=7)
-    assert vars(asked) == {"rates": [2.0, 3.0], "dense": False, "dtype": torch.bfloat16, "tokens": 7, "json": False}
-    lines = [{"way": way, "right": right} for way, right in (("a", 0.1), ("b", 0.5), ("b", 1.0))]
-    table = "| way | right |\n|---|---|\n| b | 0.75 (0.50–1.00) |\n| a | 0.10 |"
-    assert common.summary(lines, ["way"], {"right": 2}) == table
-    assert common.table([{"a": {"b": 1}, "errors": [1e-7, 2.0]}]).split() == ["errors", "a.b", "1e-07,", "2", "1"]
-
-
 @pytest.mark.long
 @pytest.mark.distributed
 def test_processes_that_share_a_row_keep_half_its_activations():
-    said = processes.run(
-        FOLDER / "shared_rows.py", "--tokens", 256, "--width", 32, "--layers", 2, "--json", seconds=200
-    )
+    script = Path(__file__).parents[2] / "benchmarks" / "shared_rows.py"
+    said = processes.run(script, "--tokens", 256, "--width", 32, "--layers", 2, "--json", seconds=200)
     (found,) = json.loads(said[said.rindex("[\n") :])
     assert found["two_processes"] == pytest.approx(found["one_process"] / 2, rel=0.25)
 
 
 def test_overlapping_step_learns_before_the_last_row_is_written(run, tmp_path):
     sizes = ("--rows", 8, "--at-once", 2, "--rollout", 0.5, "--teach", 0.01, "--learn", 0.01)
-    rows = run("overlap", *sizes, "--steps", 1, "--repeats", 1, "--picture", tmp_path / "steps.png")
-    waits, overlaps = rows
+    waits, overlaps = run("overlap", *sizes, "--steps", 1, "--repeats", 1, "--picture", tmp_path / "steps.png")
     assert waits["first_backward"] > waits["last_row"]
     assert overlaps["first_backward"] < overlaps["last_row"] < overlaps["end"]
     assert (tmp_path / "steps.png").stat().st_size > 1000
 
 
 @pytest.mark.long
-def test_study_of_objectives_trains_for_its_tokens_and_resumes(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(FOLDER)
-    study, found = tmp_path / "study.jsonl", []
+def test_study_of_objectives_trains_for_its_tokens_and_resumes(load, monkeypatch, tmp_path):
+    benchmark, study, found = load("objectives"), tmp_path / "study.jsonl", []
     options = ["--tokens", "2500", "--seeds", "0", "--tasks", "self", "--output", str(study)]
-    benchmark = importlib.import_module("objectives")
     for objectives in (["jsd"], ["jsd", "forward_kl, clipped at 0.05"]):
         monkeypatch.setattr(sys, "argv", ["objectives", *options, "--objectives", *objectives])
         benchmark.main()
@@ -155,5 +121,37 @@ def test_study_of_objectives_trains_for_its_tokens_and_resumes(monkeypatch, tmp_
     for one in found[1]:
         assert 2500 <= one["tokens"] < 2500 + benchmark.ROWS * benchmark.LONGEST
         assert one["steps"] == len(one["loss"]) > 1
-    assert min(found[0][0]["loss"]) > 0
-    assert capsys.readouterr().out.count("| self | jsd |") == 2
+
+
+LEAST = {"Gold": 0.1, "GoldShifted": 0.03, "GoldHybrid": 0.05, "GoldBayesian": 0.03, "Overlap": 0.05}
+"""Losses of TRL and KDFlow on one language in two tokenizers; by bytes below 1e-4 (`tests/losses/test_bytewise.py`)."""
+
+
+def test_other_losses_differ_between_models_of_one_language(load):
+    benchmark, language = load("cross_tokenizer"), Language.of_sentences()
+    student, teacher = (
+        ByteVocabulary.of(byte_pairs(size, start=start), "it") for size, start in ((200, 0), (120, 9000))
+    )
+    texts = random.Random(1).choices(list(language.texts), list(language.texts.values()), k=10)
+
+    def side(vocabulary, text):
+        """Logits, labels, ids, and the bytes of each token, after a prompt of one token."""
+        ids, logits = language.logits(text, vocabulary)
+        ends = torch.tensor([0, *(len(vocabulary.texts[one] or b"") for one in ids)]).cumsum(0).tolist()
+        labels, ids = torch.tensor([[-100, *ids]]), torch.tensor([[0, *ids]])
+        return torch.cat([logits, logits[-1:]])[None], labels, ids, [[[0, 0], *map(list, pairwise(ends))]]
+
+    def loss_of(name, its, text):
+        loss = getattr(benchmark, name)
+        trainer = SimpleNamespace(
+            processing_class=student.tokenizer,
+            readers=SimpleNamespace(tokenizers={"teacher": its.tokenizer}),
+            teacher=SimpleNamespace(its=its, _student=student),
+            settings=getattr(loss, "settings", {}),
+            shifts=getattr(loss, "shifts", False),
+        )
+        return float(loss.loss(trainer, side(student, text), side(its, text)))
+
+    for name, least in LEAST.items():
+        assert statistics.mean(loss_of(name, teacher, text) for text in texts) > least
+    assert loss_of("Overlap", student, texts[0]) == pytest.approx(0, abs=1e-6)

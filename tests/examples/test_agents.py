@@ -1,13 +1,22 @@
-"""Worlds of agents: walks through them end well, nobody can know them, and their models read all of it."""
+"""Worlds of agents: walks through them end well, nobody can know them, and methods train on what they say."""
 
 from __future__ import annotations
 
 import random
 
 import agents
+import compare_agents
 import pytest
 from agents import TASKS, encoded
+from compare_agents import METHODS, Curve, Judge, Method, build, environment
+from doors import DOORS
+from doors.world import Doors, Maze, of_mazes, right_door
 from house.world import House
+from transformers import AutoModelForCausalLM
+
+from trl_opsd import OPSDTrainer
+
+MAZES = TASKS["doors"]
 
 
 @pytest.mark.parametrize("kind", ["straight", "searched", "mistaken"])
@@ -82,7 +91,103 @@ def test_a_chest_is_opened_with_the_key_alone():
     assert house.go(house.of_key) == f"{house.of_key}: a key."
     assert house.take() == "You have the key."
     assert house.go(house.of_key) == f"{house.of_key}: nothing."
-    with pytest.raises(ValueError, match="no hall"):
-        house.go("hall")
     house.go(house.of_chest)
     assert (house.open(), house.get_reward()) == ("The chest is open.", 1.0)
+
+
+# ---- Doors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("calls", "left"),
+    [
+        ([(1, 2), (1, 1), (2, 2), (2, 1)], True),
+        ([(1, 2), (1, 2), (1, 1), (2, 2), (2, 1)], False),  # more than there are doors
+        ([(2, 1), (1, 1)], False),  # a room that was not reached
+        ([(1, 1), (2, 1), (3, right_door("0042", 3)), (1, 1), (1, 1)], True),  # out is out
+        ([], False),
+    ],
+)
+def test_maze_is_left_by_opening_its_rooms_in_turn(calls, left):
+    maze, world = Maze(number="0042", rooms=2), Doors()
+    assert maze.doors == [1, 1]
+    world.reset(maze.number, maze.rooms)
+    for room, door in calls:
+        world.try_door(maze.number, room, door)
+    assert world.get_reward() == left
+
+
+def test_only_right_calls_after_mistakes_are_advised():
+    source, mistakes = random.Random(0), 0
+    for row in MAZES.world.rows(100):
+        walk, room = MAZES.walk(row, "mistaken", source), 1
+        calls = [one["tool_calls"][0]["function"]["arguments"] for one in walk.messages if one.get("tool_calls")]
+        for call, is_advised in zip(calls, walk.is_advised, strict=False):
+            is_right = (call["room"], call["door"]) == (room, right_door(row["maze"], room))
+            assert is_right or not is_advised
+            room += is_right
+        assert room == row["rooms"] + 1
+        assert walk.is_advised[-1]
+        mistakes += walk.is_advised.count(False)
+    assert mistakes > 60
+
+
+# ---- The comparison -------------------------------------------------------------------------------------------------
+
+
+def measured(name, folder, is_told):
+    return Judge(MAZES, DOORS, folder, 40, is_told).measure(AutoModelForCausalLM.from_pretrained(DOORS / name))
+
+
+@pytest.mark.parametrize("name", ["teacher", pytest.param("guide", marks=pytest.mark.long)])
+def test_who_is_told_the_doors_escapes(tmp_path, name):
+    assert min(measured(name, tmp_path, True).values()) >= 0.95
+
+
+def test_student_rarely_escapes(tmp_path):
+    student = measured("student", tmp_path, False)
+    assert student["sampled/1"] < 0.8
+    assert student["sampled/2"] < 0.5
+    assert max(student[f"{how}/{rooms}"] for how in ("sampled", "greedy") for rooms in (3, 4)) < 0.35
+
+
+def test_each_method_tells_whom_it_says():
+    (row,) = of_mazes([Maze(number="0042", rooms=2)])
+    assert MAZES.question(Doors(), row, is_told=False) == row.pop("prompt")
+    told = {}
+    for name, method in {
+        "before": Method(),
+        "after": Method(tells_afterwards=True),
+        "both": Method(is_told=True),
+    }.items():
+        world = environment(MAZES, method)()
+        told[name] = world.reset(**row), world.get_privileged_context(), world.get_feedback()
+    assert told == {
+        "before": ("", "doors 1 1", None),
+        "after": ("", None, "doors 1 1"),
+        "both": ("\n\ndoors 1 1", None, None),
+    }
+
+
+class Walks(OPSDTrainer):
+    """Keeps the completions that are taught."""
+
+    walks: list[str]
+
+    def teach(self, rollout, rows):
+        self.walks = self.processing_class.batch_decode(rollout.completion_lists())
+        return super().teach(rollout, rows)
+
+
+@pytest.mark.parametrize("name", ["on-policy, forward KL", "off-policy, forward KL"])
+def test_only_on_policy_walks_have_closed_doors(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_agents, "OPSDTrainer", Walks)
+    curve = Curve(lambda *_: {}, {"tokens": 1, "seconds": 1e-9}, points=1)
+    trainer = build(MAZES, METHODS[name], DOORS, MAZES.world.rows(64), curve, seed=0, rate=1e-4, folder=tmp_path)
+    trainer.train()
+    assert [point["step"] for point in curve.points] == [0, 1]
+    closed = [walk for walk in trainer.walks if "closed" in walk]
+    assert len(trainer.walks) == 32
+    assert len(closed) > 8 if METHODS[name].is_on_policy else not closed
+    if not METHODS[name].is_on_policy:
+        assert all(walk.endswith("<|assistant|>out<|end|>") for walk in trainer.walks)

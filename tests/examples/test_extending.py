@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md run unchanged and do what the page says."""
+"""What users write: the examples of docs/extending.md run unchanged, and files to copy do what they say."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from divergences import AdaptiveKL, AlphaDivergence, EntropyAwareKL
 from support import tiny
+from visits import Visits
 
 from trl_opsd import FrozenTeacher, Teacher
+from trl_opsd.losses import ForwardKL, ReverseKL
+from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.teacher import Resident
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-EXAMPLES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-IMPORTS = "from trl_opsd import Method, OPSDTrainer\n"
+EXAMPLES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
 EXAMPLES |= {
-    name: IMPORTS + next(one for one in BLOCKS if f"class {name}" in one) for name in ("SkipSolved", "HintOnFailure")
+    name: "from trl_opsd import Method, OPSDTrainer\n" + next(one for one in BLOCKS if f"class {name}" in one)
+    for name in ("SkipSolved", "HintOnFailure")
 }
 SOLVED = {"2+2=", "a"}
 """Prompts whose completions are all right, by the reward function of these tests."""
@@ -40,9 +44,9 @@ def run(tmp_path):
         }
         exec(EXAMPLES[name], names)
         trainer = names["trainer"]
-        before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        before = tiny.weights(trainer)
         trainer.train(resume_from_checkpoint=resume)
-        assert any(not torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
+        assert not torch.equal(before, tiny.weights(trainer))
         return trainer
 
     return run
@@ -54,12 +58,14 @@ def test_the_page_has_the_examples_this_file_runs():
     assert len(BLOCKS) == len(EXAMPLES)
 
 
-def test_a_custom_method_weighs_tokens(run):
-    trainer = run("A method")
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "base"), [("A method", 1.02), ("Weights", 0.9)])
+def test_custom_weights_are_applied(run, name, base):
+    trainer = run(name)
     batch = trainer.score([{"prompt": "2+2="}])
-    expected = [1.02**place for place in range(int(batch.rollout.completion_mask.sum()))]
+    expected = [base**place for place in range(int(batch.rollout.completion_mask.sum()))]
     assert batch.rollout.weights[0, : len(expected)].tolist() == pytest.approx(expected)
-    assert all("late/tokens" in one for one in trainer.state.log_history if "loss" in one)
+    assert name == "Weights" or all("late/tokens" in one for one in trainer.state.log_history if "loss" in one)
 
 
 def test_solved_prompts_are_skipped_also_after_a_resume(run, tmp_path):
@@ -74,10 +80,8 @@ def test_solved_prompts_are_skipped_also_after_a_resume(run, tmp_path):
     run("SkipSolved", given={"right": right}, **options)
     twice = dict.fromkeys(set(tiny.PROMPTS) - SOLVED, 4)
     assert Counter(asked) == {**twice, **dict.fromkeys(SOLVED, 2)}
-    checkpoint = tmp_path / "out" / "checkpoint-4"
-    assert json.loads((checkpoint / "opsd_method_SkipSolved.json").read_text()) == {"solved": sorted(SOLVED)}
     asked.clear()
-    run("SkipSolved", resume=str(checkpoint), given={"right": right}, **options)
+    run("SkipSolved", resume=str(tmp_path / "out" / "checkpoint-4"), given={"right": right}, **options)
     assert Counter(asked) == dict.fromkeys(twice, 2)
 
 
@@ -93,7 +97,7 @@ def test_only_teachers_of_failures_read_the_hint(run):
             self.inner, self.texts = FrozenTeacher(Resident(model, model.device)), set()
 
         def targets(self, rollout):
-            self.texts.update(tiny.tokenizer().batch_decode([ids[ids != 0] for ids in rollout.prompt_ids]))
+            self.texts.update(map(tiny.tokenizer().decode, rollout.prompt_lists()))
             return self.inner.targets(rollout)
 
     def chat(text):
@@ -122,19 +126,63 @@ def test_a_custom_divergence_is_minimised_and_recorded_in_checkpoints(run):
     assert json.loads(with_it.to_json_string())["divergence"] == "SkewedReverseKL(skew=0.1)"
 
 
-@pytest.mark.quick
-def test_custom_weights_are_applied(run):
-    trainer = run("Weights")
-    batch = trainer.score([{"prompt": "2+2="}])
-    expected = [0.9**place for place in range(int(batch.rollout.completion_mask.sum()))]
-    assert batch.rollout.weights[0, : len(expected)].tolist() == pytest.approx(expected)
-
-
-def test_custom_teacher_is_called_once_per_batch_and_examined_once(run):
-    assert run("A teacher").teacher.batches == 2 + 1
-
-
-def test_a_custom_rollout_writes_completions(run):
+def test_custom_teacher_is_called_once_per_batch_and_custom_rollout_writes_completions(run):
+    assert run("A teacher").teacher.batches == 2 + 1, "and examined once"
     trainer = run("A rollout")
-    lengths = {len(ids) for ids in trainer.complete(trainer.tokenize(tiny.PROMPTS))}
-    assert max(lengths) <= 8
+    assert max(map(len, trainer.complete(trainer.tokenize(tiny.PROMPTS)))) <= 8
+
+
+# ---- To copy: `examples/divergences.py` and `examples/methods`, which `equivalence/test_pairs.py` has too ------------
+
+
+STUDENT, TEACHER = torch.tensor(
+    [[[0.1, 0.2, 0.3, 0.4], [0.25] * 4], [[0.5, 0.25, 0.15, 0.1], [0.94, 0.02, 0.02, 0.02]]], dtype=torch.float64
+)
+FORWARD, REVERSE = (one.value(STUDENT.log(), TEACHER.log()) for one in (ForwardKL(), ReverseKL()))
+SHARES = torch.tensor([0.4 / 0.9, 0.69 / 1.38], dtype=torch.float64)
+"""Of the teacher's likeliest token, which alone is the head, in all differences."""
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [
+        (EntropyAwareKL(), REVERSE + FORWARD * torch.tensor([1.0, 0.0])),
+        (AdaptiveKL(), SHARES * FORWARD + (1 - SHARES) * REVERSE),
+        (AlphaDivergence(), 2 * (STUDENT.sqrt() - TEACHER.sqrt()).square().sum(-1)),
+    ],
+    ids=str,
+)
+def test_values_are_those_of_the_paper_and_training_takes_them(trained, divergence, expected):
+    torch.testing.assert_close(divergence.value(STUDENT.log(), TEACHER.log()), expected)
+    assert prove_divergence(divergence, 50, torch.device("cpu")) == []
+    trainer = trained(divergence=divergence, max_steps=1)
+    assert 0 < tiny.logged(trainer, "loss")[0] < 20
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(1e-6, REVERSE), (1 - 1e-6, FORWARD)])
+def test_alpha_is_between_both_directions(alpha, expected):
+    torch.testing.assert_close(AlphaDivergence(alpha).value(STUDENT.log(), TEACHER.log()), expected, rtol=0, atol=1e-5)
+
+
+SKIPPED = {tiny.PROMPTS[0], tiny.PROMPTS[3]}
+
+
+class SkipSecond(Visits):
+    """Skips two prompts at their second visit."""
+
+    def weight(self, row, last):
+        return float(last is None or row["prompt"] not in SKIPPED)
+
+
+def test_skipped_prompts_cost_nothing_and_a_resume_remembers_them(trained, tmp_path):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 4, "shuffle_dataset": False}  # two steps are an epoch
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    whole = trained(**options, methods=[SkipSecond()])
+    resumed = trained(**options, methods=[SkipSecond()], resume=str(tmp_path / "checkpoint-3"))
+    lengths = dict(zip(tiny.PROMPTS, map(len, tiny.tokenizer()(tiny.ANSWERS)["input_ids"]), strict=True))
+    saved = sum(lengths[one] for one in SKIPPED)
+    assert tiny.logged(whole, "prompts/skipped") == tiny.logged(resumed, "prompts/skipped") == [0, 0, 0.5, 0]
+    assert tiny.logged(resumed, "prompts/tokens_saved_total")[-1] == saved
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+    tokens = [lengths[one] for one in tiny.PROMPTS[:4] if one not in SKIPPED]
+    assert tiny.logged(whole, "completions/mean_length")[2] == pytest.approx(sum(tokens) / len(tokens))

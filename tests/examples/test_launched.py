@@ -2,72 +2,94 @@
 
 from __future__ import annotations
 
+import faulthandler
 import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
-import launched_pairs
 import pytest
 import score
-from peft import AutoPeftModelForCausalLM
-from support import forks
+import train
+from datasets import load_dataset
+from support import forks, tiny
 from support.one_traceback import DEADLINE
 
+from trl_opsd import OPSDConfig, OPSDTrainer
+
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(forks.SECONDS + 60)]
+SECONDS = 200
+"""Time limit after which a process that still waits prints its stack and ends."""
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """What each pair printed, and how it ended."""
-    folder = tmp_path_factory.mktemp("pairs")
-    ended = forks.results("alone", launched_pairs.main, folder)[0]
-    for each in ended.values():
-        each.update({stream: (folder / f"{each['number']}.{stream}").read_text() for stream in ("out", "err")})
-    return {"folder": folder, **ended}
+def trainer(folder: Path, teacher: Any) -> OPSDTrainer:
+    words = tiny.tokenizer()
+    return OPSDTrainer(tiny.qwen2(32), teacher, tiny.config(folder), train_dataset=tiny.rows(), processing_class=words)
 
 
-def lines(printed, start):
-    """The lines of both processes that start so; those of the launcher have a time before them."""
-    return [line for line in printed.splitlines() if re.match(rf"(\[rank\d\]: )?{start}", line)]
+def in_a_script_of_ones_own(folder: Path) -> None:
+    tiny.config(folder)
+    load_dataset("json", data_files=str(folder / "nowhere.json"))
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("option", "ValueError: `divergence='forward'`"),
-        ("JSON", "ValueError: `model_init_kwargs='{bad'`"),
-        ("teacher", "ValueError: `teacher_model='.*nowhere'` is neither a folder"),
-        ("row", "ValueError: The prompt in row 1 of train_dataset is empty"),
-        ("own script", "FileNotFoundError: .*nowhere.json"),
-        ("one process", "RuntimeError: only here"),
-        ("train.py, model", "ValueError: No student: pass"),
-    ],
-)
-def test_an_error_before_training_is_printed_once(pairs, name, error):
-    pair = pairs[name]
-    assert len(lines(pair["err"], "Traceback")) == len(lines(pair["err"], error)) == 1
-    assert set(pair["statuses"].values()) == {1}
-    assert pair["seconds"] < DEADLINE
+def in_one_process_only(folder: Path) -> None:
+    """The other waits for it."""
+    if tiny.config(folder).process_index == 1:
+        raise RuntimeError("only here")
+    trainer(folder, tiny.qwen2(48))
+    time.sleep(SECONDS)
 
 
-def test_rank_of_a_single_failure_is_reported(pairs):
-    assert pairs["one process"]["statuses"] == {1: 1}
+FAILURES = {
+    "option": (
+        lambda folder: OPSDConfig(str(folder), divergence="forward", use_cpu=True),
+        "ValueError: `divergence='forward'`",
+    ),
+    "teacher": (
+        lambda folder: trainer(folder, str(folder / "nowhere")),
+        "ValueError: `teacher_model='.*nowhere'` is neither a folder",
+    ),
+    "own script": (in_a_script_of_ones_own, "FileNotFoundError: .*nowhere.json"),
+    "one process": (in_one_process_only, "RuntimeError: only here"),
+    "train.py, model": (lambda folder: train.main(["--dataset_name", str(folder)]), "ValueError: No student: pass"),
+}
 
 
-def test_zero3_saves_a_model_that_answers_as_in_training(pairs):
-    pair = pairs["train.py, ZeRO-3"]
-    assert pair["statuses"] == {}, pair["err"][-3000:]
-    before, after = (line for line in pair["out"].splitlines() if "held-out" in line)
+def failing(name: str, folder: Path) -> None:
+    """Ends as a script would, through `sys.excepthook` with a status."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as the agent, which it was forked from
+    sys.argv = [__file__]
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    print(f"\nBEGINS {time.time()}", file=sys.stderr, flush=True)
+    try:
+        FAILURES[name][0](folder)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_error_before_training_is_printed_once(name, tmp_path):
+    found = forks.launched("ddp", failing, name, tmp_path)
+    assert found.results is None
+    for start in ("Traceback", FAILURES[name][1]):  # lines of the launcher have a time before them
+        assert len(re.findall(rf"^(?:\[rank\d\]: )?{start}", found.printed, re.MULTILINE)) == 1
+    began = re.search(r"^BEGINS ([\d.]+)", found.printed, re.MULTILINE)
+    assert found.ended - float(began[1]) < DEADLINE
+    assert name != "one process" or found.first == 1
+
+
+def train_arithmetic(folder: Path) -> None:
+    options = ["--task", "arithmetic", "--max_steps", "6", "--per_device_train_batch_size", "8"]
+    train.main([*options, "--learning_rate", "1e-4", "--output_dir", str(folder)])
+
+
+def test_zero3_saves_a_model_that_answers_as_in_training(tmp_path):
+    found = forks.launched("zero3_cpu", train_arithmetic, tmp_path)
+    assert found.results is not None, found.printed[-3000:]
+    before, after = re.findall(r"step \d: \d+ of 200 held-out problems right \([\d.]+\)", found.printed)
     assert before == "step 0: 54 of 200 held-out problems right (0.270)"
-    assert after == f"step 6: {score.result(score.main(str(pairs['folder'] / 'whole')))}"
+    assert after == f"step 6: {score.result(score.main(str(tmp_path)))}"
     assert after.partition(":")[2] != before.partition(":")[2], "it has learned"
-
-
-def test_command_trains_an_adapter_under_zero3(pairs):
-    pair = pairs["trl-opsd train, ZeRO-3"]
-    assert pair["statuses"] == {}, pair["err"][-3000:]
-    for false_alarm in ("None of the inputs have requires_grad", "is deprecated", "accumulation steps mismatch"):
-        assert false_alarm not in pair["err"]
-    assert "  2, DeepSpeed ZeRO-3" in pair["out"] + pair["err"]
-    student = AutoPeftModelForCausalLM.from_pretrained(pairs["folder"] / "adapter")
-    adapters = [parameter for name, parameter in student.named_parameters() if "lora_B" in name]
-    assert adapters
-    assert all(parameter.any() for parameter in adapters)

@@ -8,34 +8,15 @@ import prune
 import pytest
 import torch
 import transformers
+from support import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-GPT2 = {
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 6,
-    "n_head": 4,
-    "n_positions": 128,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, LINEAR = "full_attention", "linear_attention"
+SIZES = {**tiny.sizes(32), "num_hidden_layers": 6, "head_dim": 16}
 LINEAR_SIZES = {
+    "layer_types": [LINEAR, LINEAR, FULL] * 2,
     "num_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
     "linear_num_value_heads": 4,
@@ -44,30 +25,30 @@ LINEAR_SIZES = {
     "linear_value_head_dim": 8,
 }
 FAMILIES = {
-    "llama": ("Llama", {**SIZES, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {**SIZES, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}),
-    "gemma3_text": ("Gemma3Text", {**SIZES, "sliding_window": 4}),
-    "smollm3": ("SmolLM3", SIZES),
-    "mixtral, as many experts as layers": ("Mixtral", {**SIZES, "num_local_experts": 6}),
-    "qwen3_next": ("Qwen3Next", {**SIZES, **LINEAR_SIZES, "layer_types": [LINEAR, LINEAR, FULL] * 2}),
-    "gpt2": ("GPT2", GPT2),
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}),
+    "smollm3": ("SmolLM3", {}),
+    "mixtral, as many experts as layers": ("Mixtral", {"num_local_experts": 6}),
+    "qwen3_next": ("Qwen3Next", LINEAR_SIZES),
+    "gpt2": ("GPT2", {}),
 }
 IDS = torch.randint(3, 60, (24,), generator=torch.Generator().manual_seed(0))
 
 
-def family(name, **changed):
-    kind, sizes = FAMILIES[name]
+def family(name):
+    kind, given = FAMILIES[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**{**sizes, **changed})).eval()
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **given)
+    model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:  # at their own scale layers would hardly differ
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 
 
-@pytest.mark.parametrize("dropped", [[4], [1, 5], [2, 3]], ids=str)
+@pytest.mark.parametrize("dropped", [[4], [1, 5]], ids=str)
 @pytest.mark.parametrize(
-    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+    "name", [pytest.param(one, marks=[] if one in ("llama", "qwen3_next") else pytest.mark.long) for one in FAMILIES]
 )
 def test_pruned_model_loads_and_generates_with_cache_as_without(name, dropped, tmp_path):
     types = getattr(family(name).config, "layer_types", None)
@@ -107,20 +88,16 @@ def test_layers_that_change_states_least_are_chosen():
 
 
 def test_script_prunes_a_folder_by_rows_of_a_training(tmp_path, capsys, disk):
-    rows = tmp_path / "rows.jsonl"
+    rows, folder = tmp_path / "rows.jsonl", str(tmp_path / "pruned")
     messages = [[{"role": role, "content": "2+2=4"}] for role in ("user", "assistant")]
     some = [{"text": "2+2="}, {"prompt": "2+2="}, {"prompt": "2+2=", "completion": "4"}]
     some.append({"prompt": messages[0], "completion": messages[1]})
     rows.write_text("\n".join(map(json.dumps, some)))
-    folder = str(tmp_path / "pruned")
     prune.main([disk.student, folder, "--texts", str(rows)])
     assert "parameters," in capsys.readouterr().out
-    pruned = AutoModelForCausalLM.from_pretrained(folder)
-    assert (
-        pruned.config.num_hidden_layers
-        == AutoModelForCausalLM.from_pretrained(disk.student).config.num_hidden_layers - 1
-    )
+    whole, pruned = map(AutoModelForCausalLM.from_pretrained, (disk.student, folder))
+    assert pruned.config.num_hidden_layers == whole.config.num_hidden_layers - 1
     assert AutoTokenizer.from_pretrained(folder).chat_template
     rows.write_text("")
-    with pytest.raises(ValueError, match="is empty, expected a row in each line"):
+    with pytest.raises(ValueError, match="is empty"):
         prune.main([disk.student, folder, "--texts", str(rows)])

@@ -16,24 +16,14 @@ from trl_opsd.cli.merge import Experts
 from trl_opsd.teacher.teachers import Teachers
 
 RECIPES = Path(train.__file__).parent / "recipes"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 COLUMNS = {
-    "opsd": ["privileged_context"],
-    "qwen3_reverse_kl": [],
-    "gkd": ["completion"],
-    "lora_sampled": [],
-    "several_teachers": ["teacher"],
-    "open_mopd": [],
-    "context_distillation": ["teacher_prompt"],
-    "sdpo": [],
-    "sdft": ["privileged_context"],
-    "concise": ["privileged_context"],
-    "few_shot": ["teacher_prompt"],
-    "cross_tokenizer": [],
-    "cross_tokenizer_samples": [],
-    "drafter": [],
-    "pruned": [],
-    "quantised": [],
+    "opsd": "privileged_context",
+    "gkd": "completion",
+    "several_teachers": "teacher",
+    "context_distillation": "teacher_prompt",
+    "sdft": "privileged_context",
+    "concise": "privileged_context",
+    "few_shot": "teacher_prompt",
 }
 """What rows have besides `prompt`."""
 
@@ -51,6 +41,8 @@ SMALLER = {
 }
 """Options that only say how large a run is, and where; set where a recipe has them."""
 ALWAYS = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": False}
+DIVERGENCES = {"forward_kl": "ForwardKL", "reverse_kl": "ReverseKL", "jsd": "GeneralizedJSD"}
+DIVERGENCES |= {"sampled_reverse_kl": "SampledReverseKL", "negative_log_acceptance": "NegativeLogAcceptance"}
 
 
 def length(completions, **_):
@@ -58,62 +50,57 @@ def length(completions, **_):
     return [float(len(one[0]["content"])) for one in completions]
 
 
-def given(name):
-    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-
-
-def rows(name, folder):
+def rows(name, options, folder):
     """Rows of a recipe, with a hint in whatever the teacher alone may see."""
 
-    def chat(text):
-        return [{"role": "user", "content": text}]
+    def chat(text, role="user"):
+        return [{"role": role, "content": text}]
 
+    teachers = sorted(options.get("teacher_models", ["none"]))
     columns = {
-        "privileged_context": HINT,
-        "completion": [{"role": "assistant", "content": "4"}],
-        "teacher_prompt": chat(f"{HINT} 2+2="),
+        "privileged_context": lambda _: HINT,
+        "completion": lambda _: chat("4", "assistant"),
+        "teacher_prompt": lambda _: chat(f"{HINT} 2+2="),
+        "teacher": lambda place: teachers[place % 2],
     }
+    own = {COLUMNS[name]: columns[COLUMNS[name]]} if name in COLUMNS else {}
     made = [
-        {"prompt": chat(row["prompt"]), **{column: columns.get(column) for column in COLUMNS[name]}}
-        for row in tiny.rows(8)
+        {"prompt": chat(text), **{column: value(place) for column, value in own.items()}}
+        for place, text in enumerate(tiny.PROMPTS)
     ]
-    if "teacher" in COLUMNS[name]:
-        for place, row in enumerate(made):
-            row["teacher"] = sorted(given(name)["teacher_models"])[place % 2]
-    path = folder / "rows.jsonl"
-    Dataset.from_list(made).to_json(path)
-    return str(path)
+    Dataset.from_list(made).to_json(folder / "rows.jsonl")
+    return str(folder / "rows.jsonl")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=sorted(path.stem for path in RECIPES.glob("*.yaml")))
 def run(request, disk, tmp_path_factory):
     """A recipe: its options, its trainer after two steps, what the teachers have read, and which."""
-    name, folder = request.param, tmp_path_factory.mktemp(request.param)
-    options, read, targets = given(name), [], Teachers.targets
+    name, folder, read, targets = request.param, tmp_path_factory.mktemp(request.param), [], Teachers.targets
+    options = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    data = rows(name, options, folder)
     models = {"model_name_or_path": disk.student}
     if "teacher_model_name_or_path" in options:
         models["teacher_model_name_or_path"] = disk.teacher
     if "teacher_models" in options:
         models["teacher_models"] = dict.fromkeys(options["teacher_models"], disk.teacher)
+    if "experts" in options:
+        one = {"model": disk.teacher, "dataset": data, "test": data, "metric": f"{__name__}.length"}
+        models["experts"] = {expert: {**one} for expert in options["experts"]}
+    if "rewards" in (options.get("methods") or {}):
+        options["methods"]["rewards"] |= {"functions": [f"{__name__}.length"], "threshold": 0.0}
 
     def reading(teachers, rollout, names, *references):
         if names:  # else one reads in its own tokens
             read.extend(zip(rollout.prompt_lists(), rollout.completion_lists(), names, strict=True))
         return targets(teachers, rollout, names, *references)
 
-    if "experts" in options:
-        one = {"model": disk.teacher, "dataset": rows(name, folder), "metric": f"{__name__}.length"}
-        models["experts"] = {expert: {**one, "test": one["dataset"]} for expert in options["experts"]}
     smaller = {option: value for option, value in SMALLER.items() if option in options} | ALWAYS
-    if "rewards" in (options.get("methods") or {}):
-        options["methods"]["rewards"] |= {"functions": [f"{__name__}.length"], "threshold": 0.0}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Teachers, "targets", reading)
         patched.setattr(Experts, "evaluate", lambda *_: None)  # tests/cli/test_merge.py measures
-        data = [] if "experts" in options else ["--dataset_name", rows(name, folder)]
-        trainer = train.main(["--config", str(file), *data])
+        trainer = train.main(["--config", str(file), *([] if "experts" in options else ["--dataset_name", data])])
     decode = trainer.processing_class.decode
     read = [(decode(prompt), decode(completion), teacher) for prompt, completion, teacher in read]
     return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)
@@ -127,22 +114,20 @@ def test_a_recipe_trains_with_its_own_options(run):
     models = ("model_name_or_path", "teacher_model_name_or_path")
     kept = options.keys() & vars(trainer.args).keys() - {*SMALLER, *ALWAYS, *models, "output_dir"}
     assert {option: getattr(trainer.args, option) for option in kept} == {option: options[option] for option in kept}
-    names = {"forward_kl": "ForwardKL", "reverse_kl": "ReverseKL", "jsd": "GeneralizedJSD"}
-    names |= {"sampled_reverse_kl": "SampledReverseKL", "negative_log_acceptance": "NegativeLogAcceptance"}
-    assert type(trainer.divergence).__name__ == names[options["divergence"]]
+    assert type(trainer.divergence).__name__ == DIVERGENCES[options["divergence"]]
     adapters = [one for one, _ in trainer.model.named_parameters() if "lora_A" in one]
     assert bool(adapters) is options.get("use_peft", False)
-    if adapters:
-        assert trainer.model.peft_config["default"].r == options["lora_r"]
+    assert not adapters or trainer.model.peft_config["default"].r == options["lora_r"]
 
 
 def test_teacher_of_a_recipe_scores_its_rows(run):
     assert len(run.read) == 8
     hinted = {HINT in prompt for prompt, *_ in run.read}
-    assert hinted == {bool({"privileged_context", "teacher_prompt"} & set(COLUMNS[run.name]))}
+    assert hinted == {COLUMNS.get(run.name) in ("privileged_context", "teacher_prompt")}
     completions = [completion for _, completion, _ in run.read]
     of_dataset = sum(completion.startswith("4") for completion in completions)
     assert (0 < of_dataset < 8) if run.name == "gkd" else not of_dataset
+    logged = run.trainer.state.log_history[0]
     if run.name == "sdpo":  # another completion of the prompt
         solved = [
             prompt.partition("A correct solution:\n\n")[2].partition("\n\nNow solve")[0] for prompt, *_ in run.read
@@ -152,6 +137,6 @@ def test_teacher_of_a_recipe_scores_its_rows(run):
     if run.name == "several_teachers":
         assert {teacher for *_, teacher in run.read} == set(run.options["teacher_models"])
     if run.name == "drafter":
-        assert 0 < run.trainer.state.log_history[0]["acceptance"] < 1
+        assert 0 < logged["acceptance"] < 1
     if run.name == "open_mopd":
-        assert "loss_share/teacher/instructions" in run.trainer.state.log_history[0]
+        assert "loss_share/teacher/instructions" in logged

@@ -16,7 +16,7 @@ def begun(seed, tables=3):
     return world, world.reset(seed, tables)
 
 
-def test_query_of_each_question_finds_its_answer():
+def test_query_of_each_question_finds_its_answer_and_dictionary_names_its_table():
     asked = set()
     for row in rows(80):
         world, question = begun(**row)
@@ -24,22 +24,16 @@ def test_query_of_each_question_finds_its_answer():
         found = {query: world.query(query) for query in world.possible_queries}
         assert found.pop(world.right_query) == f"[({world.right_answer},)]"
         assert set(found.values()) <= {"[(None,)]", "[(0,)]"}, "only one table has rows of this name"
-        assert world.get_reward() == 0
-        world.submit(f" {world.right_answer}")
-        assert world.get_reward() == 1
-        assert world.get_feedback() is None
-        world.submit("nobody")
-        assert world.right_query in world.get_feedback()
-        assert all(table in question for table in world.tables)
-    assert asked == QUESTIONS.keys()
-
-
-def test_the_dictionary_tells_which_table_is_right():
-    for row in rows(80):
-        world, question = begun(**row)
         (right,) = [table for table in world.tables if table in world.right_query]
         thing = world.get_privileged_context().split(f" are in {right}")[0].rpartition(", ")[2]
         assert thing in question
+        assert all(table in question for table in world.tables)
+        assert world.get_reward() == 0
+        world.submit(f" {world.right_answer}")
+        assert (world.get_reward(), world.get_feedback()) == (1, None)
+        world.submit("nobody")
+        assert world.right_query in world.get_feedback()
+    assert asked == QUESTIONS.keys()
 
 
 @pytest.mark.parametrize(
@@ -52,8 +46,6 @@ def test_the_dictionary_tells_which_table_is_right():
         "select load_extension('x')",
         "select 1; select 2",
         "with recursive n(i) as (select 1 union all select i + 1 from n) select max(i) from n",
-        "create table t(a)",
-        "vacuum into '/tmp/x'",
         "select hex(zeroblob(900000000))",
         "select group_concat(a.name || b.name) from sqlite_schema a, sqlite_schema b, (select zeroblob(9000000))",
     ],

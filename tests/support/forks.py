@@ -43,16 +43,8 @@ SECONDS = 600
 def launch(strategy: str, function: Callable[..., Any], *args: Any, processes: int = PROCESSES) -> dict[int, Any]:
     """Runs a function in several processes and returns its results by rank.
 
-    Args:
-        strategy (`str`):
-            A file of `trl_opsd/accelerate_configs` for the CPU; or "ddp": that is how `torchrun` starts processes, as
-            accelerate has no file for it that works on a CPU; or "alone": one process that knows of no other.
-        function (`Callable`):
-            Runs in every process.
-        *args (`Any`):
-            Its arguments.
-        processes (`int`, *optional*, defaults to 2):
-            Number of processes.
+    The strategy is a file of `trl_opsd/accelerate_configs` for the CPU; or "ddp", as `torchrun` starts processes, since
+    accelerate has no file for it that works on a CPU; or "alone", in one process that knows of no other.
     """
     if strategy == "alone":
         return {0: function(*args)}
@@ -121,11 +113,7 @@ def serve() -> None:
 
 
 def launched(strategy: str, function: Callable[..., Any], *args: Any, processes: int = PROCESSES) -> Launched:
-    """Has the server [`launch`] a function of a module that tests import, and waits until all has ended.
-
-    Raises:
-        AssertionError: It failed otherwise than by a process that failed, or took too long.
-    """
+    """Has the server [`launch`] a function of a module that tests import, and waits until all has ended."""
     assert _server is not None, "the server is forked once all tests are collected"
     with tempfile.NamedTemporaryFile() as file:
         _server.send((strategy, function, args, processes, file.name))

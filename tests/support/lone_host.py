@@ -18,18 +18,7 @@ from trl_opsd.types.rollout import PromptIds
 
 
 class LoneHost:
-    """One process with an unsharded student and no log.
-
-    Args:
-        model (`PreTrainedModel`):
-            The student; it stays on its device.
-        limits ([`PromptLimits`]):
-            The limits of prompts and completions.
-        generation_config (`GenerationConfig`, *optional*):
-            Sampling options; without it those of `generate`.
-        options:
-            Further options of [`OPSDConfig`].
-    """
+    """One process with an unsharded student, which stays on its device, and no log; `options` are of the config."""
 
     def __init__(
         self,

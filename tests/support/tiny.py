@@ -60,18 +60,18 @@ def model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 def qwen2(width: int = 32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Rotary positions, untied head."""
-    return model(Qwen2Config(**{**_sizes(width), **overrides}), seed)
+    return model(Qwen2Config(**{**sizes(width), **overrides}), seed)
 
 
 def llama(width: int = 32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """As Qwen2, without biases."""
-    return model(LlamaConfig(**{**_sizes(width), **overrides}), seed)
+    return model(LlamaConfig(**{**sizes(width), **overrides}), seed)
 
 
 def gemma2(width: int = 32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Caps its logits."""
     special = {"head_dim": 16, "final_logit_softcapping": 5.0, "tie_word_embeddings": True}
-    return model(Gemma2Config(**{**_sizes(width), **special, **overrides}), seed)
+    return model(Gemma2Config(**{**sizes(width), **special, **overrides}), seed)
 
 
 def gpt2(width: int = 32, seed: int = 0, dropout: float = 0.0, **overrides: Any) -> PreTrainedModel:
@@ -92,7 +92,8 @@ def gpt2(width: int = 32, seed: int = 0, dropout: float = 0.0, **overrides: Any)
     return model(config, seed)
 
 
-def _sizes(width: int) -> dict[str, Any]:
+def sizes(width: int) -> dict[str, Any]:
+    """Fields of a config."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": width,
