@@ -342,14 +342,43 @@ def test_server_that_hangs_at_start_fails_within_its_timeout(served, checkpoint,
             served(server, deadline=1000.0)
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_is_asked_again(served, checkpoint, breathless, status):
-    with pretended(checkpoint[1], refuse_then(7, well, status)) as server:
-        teacher = served(server)
+def each_once(fault):
+    """Each row meets the fault once."""
+    met = set()
+
+    def once(server, states):
+        with server.lock:
+            is_new = (row := tuple(server.row.ids)) not in met
+            met.add(row)
+        return fault(server, states) if is_new else states
+
+    return once
+
+
+@pytest.mark.parametrize(
+    ("fault", "again", "least"),
+    [
+        (lambda: refuse_then(40, well, 429), 40, 0),  # more refusals than attempts
+        (lambda: refuse_then(40, well, 503), 40, 0),
+        (lambda: refuse_then(4, well, **{"Retry-After": "2"}), 4, 2),
+        (lambda: each_once(after(30)), 5, 1.9),  # a third of the deadline
+        (lambda: each_once(hang_up), 5, 0),
+    ],
+    ids=["429", "503", "Retry-After", "no answer", "dropped connections"],
+)
+def test_a_row_is_asked_for_again(served, checkpoint, breathless, fault, again, least):
+    with pretended(checkpoint[1]) as server:
+        teacher = served(server, deadline=6.0)
         server.asked.clear()
-        server.fault = refuse_then(40, well, status)
-        check_equal(teacher, checkpoint[1], rows())
-        assert len(server.asked) == 40 + 4 + 1, "more refusals than attempts"
+        server.fault = fault()
+        with takes(least, least + 3):
+            check_equal(teacher, checkpoint[1], rows())
+        assert len(server.asked) == 4 + 1 + again
+
+
+def test_server_that_is_busy_at_start_is_waited_for(served, checkpoint, breathless):
+    with pretended(checkpoint[1], refuse_then(7, well)) as server:
+        check_equal(served(server), checkpoint[1], rows())
 
 
 @pytest.mark.parametrize(("said", "expected"), [("1", 1.0), ("0", 0), ("soon", 0), ("600", 60.0), ("", 0)])
@@ -360,28 +389,6 @@ def test_retry_after_is_parsed_and_capped(said, expected):
     assert busy.value.seconds == expected
 
 
-def test_a_busy_server_is_not_asked_before_retry_after(served, checkpoint, breathless):
-    with pretended(checkpoint[1]) as server:
-        teacher = served(server)
-        server.fault = refuse_then(4, well, **{"Retry-After": "2"})
-        with takes(2, 4):
-            check_equal(teacher, checkpoint[1], rows())
-        assert len(server.asked) == 2 + 4 + 4 + 1, "each of four rows was refused once"
-
-
-def test_an_unanswered_row_is_requested_again(served, checkpoint):
-    hangs = iter([True])
-
-    def once(server, states):
-        return after(30)(server, states) if next(hangs, False) else states
-
-    with pretended(checkpoint[1], once, faulty_from=2) as server:
-        teacher = served(server, deadline=6.0)
-        with takes(1.9, 5):
-            check_equal(teacher, checkpoint[1], rows())
-        assert len(server.asked) == 2 + 4 + 1 + 1
-
-
 def test_states_that_come_late_are_right_and_warned_of_once(served, checkpoint, monkeypatch, caplog):
     monkeypatch.setattr(servers, "_PROBE_SECONDS", 0.0)
     with pretended(checkpoint[1], after(1.5), faulty_from=2) as server:
@@ -390,22 +397,6 @@ def test_states_that_come_late_are_right_and_warned_of_once(served, checkpoint, 
             check_equal(teacher, checkpoint[1], rows(4, seed=seed))
         said = f"{server.url} has not answered a request within 1 seconds; waiting up to 6.66667 (from `ddp_timeout`)"
         assert [said in one for one in caplog.messages].count(True) == 1
-
-
-def test_rows_of_dropped_connections_are_requested_again(served, checkpoint, breathless):
-    refused = set()
-
-    def once(server, states):
-        with server.lock:
-            is_new = (row := tuple(server.row.ids)) not in refused
-            refused.add(row)
-        if is_new:
-            raise ConnectionError
-        return states
-
-    with pretended(checkpoint[1], once, faulty_from=2) as server:
-        check_equal(served(server), checkpoint[1], rows(22))
-        assert len(server.asked) == 2 + 2 * 21, "20 different rows, and one of the first, each asked for twice"
 
 
 def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, checkpoint, interruptible):

@@ -210,7 +210,6 @@ def test_other_targets_are_another_objective_to_a_resume(trained, checkpoint):
                 trained(**{**given, **other}, resume=True)
 
 
-@pytest.mark.long
 def test_teachers_behind_either_server_and_here_teach_together(trained, checkpoint, tmp_path):
     """The first tells all of its tokens, the second states, the third is here; all are told more than the student."""
     other = serving.save_teacher(tmp_path / "other", seed=2)
@@ -218,8 +217,8 @@ def test_teachers_behind_either_server_and_here_teach_together(trained, checkpoi
     rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(8)])
     losses = []
     with scoring(checkpoint[1], most=400) as one, pretended(AutoModelForCausalLM.from_pretrained(other)) as two:
-        told = {"teacher_server_url": {"a": one.url, "b": two.url}, "teacher_server_top_k": V}
-        for given in ({}, told):
+        told = {"teacher_server_url": {"a": one.url, "b": two.url}, "teacher_server_top_k": V, "max_steps": 2}
+        for given in ({"max_steps": 2}, told):
             made = trained(
                 teacher_model={"a": checkpoint[0], "b": other, "c": tiny.llama(64, seed=2)},
                 teacher_prompt_template="{privileged_context} {prompt}",
