@@ -52,13 +52,9 @@ def test_each_teacher_reads_its_rows_in_one_call(make_trainer):
         max_steps=1,
     )
     read = []
-
-    def watch(name, teacher):
-        reading = teacher.targets
-        teacher.targets = lambda rollout: read.append((name, len(rollout.prompt_ids))) or reading(rollout)
-
-    for name, teacher in trainer.teachers.items():
-        watch(name, teacher)
+    for name, one in trainer.teachers.items():
+        reading = one.targets
+        one.targets = lambda rows, name=name, reading=reading: read.append((name, len(rows.weights))) or reading(rows)
     trainer.train()
     assert sorted(read) == [("math", 4), ("prose", 4)]
 

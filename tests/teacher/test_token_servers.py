@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from trl_opsd.errors import ServerError
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.teacher import servers
+from trl_opsd.teacher.answers import kl
 from trl_opsd.teacher.served import chosen_targets
 from trl_opsd.teacher.servers import TeacherServer
 
@@ -151,6 +152,12 @@ def test_what_needs_a_whole_distribution_is_refused_before_training(make_trainer
         rows = rows.add_column("contrast_context", ["wrong"] * 8)
     with pytest.raises(ValueError, match=f"{named} needs the whole distribution .* of 'teacher'"):
         make_trainer(teacher_model=teacher, train_dataset=rows, **given)
+
+
+def test_servers_that_tell_no_token_in_common_are_apart():
+    one, other = [{token: -1.0 - token for token in ids} for ids in ((0, 1, 2), (3, 4, 5))]
+    assert kl([one], [other]) > 0.5
+    assert kl([one], [one]) < 1e-9
 
 
 def test_a_passing_fault_is_not_another_kind(checkpoint, monkeypatch):
