@@ -97,22 +97,10 @@ def test_exactly_the_overlong_rows_are_dropped(make, privileged):
 @pytest.mark.refusal
 def test_errors_of_the_chat_template_name_the_row(make):
     words = tiny.tokenizer()
-    words.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role!') }}{% endif %}"
-        + tiny.CHAT_TEMPLATE
-    )
+    words.chat_template += "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role!') }}{% endif %}"
     dataset = chats(2000, row_1500=chat("a", system="b"))
-    with pytest.raises(
-        ValueError, match=r"The prompt in row 1500 of train_dataset: the tokenizer's chat template .* No system role"
-    ):
+    with pytest.raises(ValueError, match=r"row 1500 of train_dataset: .* No system role"):
         make(dataset, processing_class=words)
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_progress_bar_shows_tokenized_rows_unless_disabled(make, capfd, progress):
-    dataset = chats(1500, **{f"row_{number}": chat("a" * 120 + str(number)) for number in range(1500)})
-    make(dataset, disable_tqdm=not progress)
-    assert ("Checking the prompts of train_dataset: 100%" in capfd.readouterr().err) == progress
 
 
 def test_images_a_processor_fails_to_count_have_unknown_tokens():

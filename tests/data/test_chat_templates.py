@@ -43,55 +43,57 @@ def test_messages_get_what_the_chat_template_writes_and_nothing_else(make_traine
     assert words.decode(ids) == f"{start and START[0]}<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-TEXT = "are text, so no chat template is applied"
-
-
-def warnings(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if TEXT in record.getMessage()]
-
-
-def test_text_for_a_chat_model_warns_once(make_trainer, caplog):
-    make_trainer(eval_dataset={"a": tiny.rows(), "b": tiny.rows()})
-    (warning,) = warnings(caplog)
-    assert "The prompts of train_dataset are text" in warning
-    assert "[{'role': 'user', 'content': '...'}]" in warning
-
-
-def test_intended_text_does_not_warn(make_trainer, caplog):
-    templated = Dataset.from_dict({"prompt": ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"] * 4})
-    make_trainer(train_dataset=templated)
-    make_trainer(train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4}))
-    words = tiny.tokenizer()
-    words.chat_template = None
-    make_trainer(processing_class=words)
-    assert warnings(caplog) == []
-
-
 # ---- What a template makes of prompts --------------------------------------------------------------------------------
 
 CHAT = "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-
-
-def asked(*contents) -> Dataset:
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": content}]} for content in contents])
-
-
-def with_template(template: str) -> PreTrainedTokenizerFast:
-    words = tiny.tokenizer()
-    words.chat_template = template
-    return words
-
-
-DROPS = CHAT.replace("in messages", "in messages[:-1]") + ASKED
-SHORTENS = (CHAT + ASKED).replace("one.content", "(one.content if one.role != 'assistant' else '')")
-OF_STUDENT = CHAT.replace("in messages", "in messages[:None if full is defined else -1]") + ASKED
-OF_TEACHER = CHAT.replace("in messages", "in messages[:-1 if full is defined else None]") + ASKED
+PARTS = [{"type": "text", "text": "hi"}]
 TALK = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "<think>a greeting</think>ho"},
 ]
+
+
+def chats(*talks) -> Dataset:
+    return Dataset.from_list([{"prompt": talk} for talk in talks])
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+def with_template(template: str | None) -> PreTrainedTokenizerFast:
+    words = tiny.tokenizer()
+    words.chat_template = template
+    return words
+
+
+# The rows, the template, and whether it warns that they are text.
+WARNED = {
+    "text": (tiny.rows(), CHAT + ASKED, True),
+    "text that is rendered": (Dataset.from_dict({"prompt": ["<|im_start|>user\nhi<|im_end|>\n"] * 2}), CHAT, False),
+    "messages": (chats(user("hi"), user("hi")), CHAT + ASKED, False),
+    "no template": (tiny.rows(), None, False),
+    "answers that it shortens": (
+        chats([*TALK, TALK[1]], [*TALK, TALK[1]]),
+        CHAT.replace("one.content", "(one.content if one.role != 'assistant' else '')") + ASKED,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_only_text_for_a_chat_model_warns_and_once(make_trainer, caplog, case):
+    rows, template, warns = WARNED[case]
+    make_trainer(train_dataset=rows, eval_dataset={"a": rows, "b": rows}, processing_class=with_template(template))
+    found = [one for one in caplog.messages if "are text, so no chat template is applied" in one]
+    assert ["train_dataset" in one for one in found] == [True] * warns
+
+
+DROPS = CHAT.replace("in messages", "in messages[:-1]") + ASKED
+OF_STUDENT = CHAT.replace("in messages", "in messages[:None if full is defined else -1]") + ASKED
+OF_TEACHER = CHAT.replace("in messages", "in messages[:-1 if full is defined else None]") + ASKED
 
 
 @pytest.mark.before_loading
@@ -100,7 +102,6 @@ TALK = [
     ("template", "talk", "message"),
     [
         (CHAT.replace("one.content", "one.text") + ASKED, TALK[1:2], "1 of 1 .role 'user'"),
-        (DROPS, TALK[1:2], "1 of 1 .role 'user'"),
         (DROPS, TALK[:2], "2 of 2 .role 'user'"),
         (CHAT.replace("in messages", "in messages[1:]") + ASKED, TALK[:2], "1 of 2 .role 'system'"),
         (CHAT.replace("in messages", "in messages[-1:]") + ASKED, [*TALK[1:3], TALK[1]], "1 of 3 .role 'user'"),
@@ -109,41 +110,20 @@ TALK = [
     ],
 )
 def test_a_template_that_leaves_a_message_out_is_refused(make_trainer, template, talk, message):
-    rows = Dataset.from_list([{"prompt": talk}] * 2)
-    with pytest.raises(
-        ValueError, match=f"The prompt in row 0 of train_dataset: the tokenizer's chat .* drops message {message}"
-    ):
-        make_trainer(
-            train_dataset=rows,
-            processing_class=with_template(template),
-            teacher_chat_template_kwargs={"full": True} if "full" in template else None,
-        )
-
-
-def test_a_template_may_shorten_answers(make_trainer, caplog):
-    make_trainer(
-        train_dataset=Dataset.from_list([{"prompt": [*TALK[:3], TALK[1]]}] * 2),
-        processing_class=with_template(SHORTENS),
-    )
-    assert warnings(caplog) == []
-
-
-PARTS = [{"type": "text", "text": "hi"}]
-PRINTED = r"The prompt in row 0 of train_dataset has content in parts, .*as a Python list: give each content as text"
+    given = {"teacher_chat_template_kwargs": {"full": True}} if "full" in template else {}
+    with pytest.raises(ValueError, match=f"row 0 of train_dataset: .* drops message {message}"):
+        make_trainer(train_dataset=chats(talk, talk), processing_class=with_template(template), **given)
 
 
 @pytest.mark.before_loading
 @pytest.mark.refusal
 def test_content_parts_that_would_be_printed_are_refused(make_trainer):
-    with pytest.raises(ValueError, match=PRINTED):
-        make_trainer(train_dataset=asked(PARTS, PARTS))
-
-
-def in_a_stream(rows: Dataset, **columns) -> IterableDataset:
-    return IterableDataset.from_generator(lambda: iter([{**row, **columns} for row in rows]))
+    with pytest.raises(ValueError, match=r"row 0 of train_dataset has content in parts, .*as a Python list"):
+        make_trainer(train_dataset=chats(user(PARTS), user(PARTS)))
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("column", ["prompt", "teacher_prompt"])
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -151,16 +131,14 @@ def in_a_stream(rows: Dataset, **columns) -> IterableDataset:
         (CHAT.replace("{{ one.content }}", "{{ '' + one.content }}"), "tokenizer's chat template rejects it: can only"),
     ],
 )
-def test_content_parts_of_a_stream_are_refused_when_drawn(make_trainer, template, message):
-    words = with_template(template)
-    with pytest.raises(ValueError, match=f"The prompt in row 0 .*{message}"):
-        make_trainer(train_dataset=in_a_stream(asked(PARTS, PARTS)), processing_class=words).train()
-    rows = in_a_stream(asked("hi", "hi"), teacher_prompt=[{"role": "user", "content": PARTS}])
-    with pytest.raises(ValueError, match=f"The teacher_prompt in row 0 .*{message}"):
-        make_trainer(train_dataset=rows, processing_class=words, rollout=HFRollout()).train()
+def test_content_parts_of_a_stream_are_refused_when_drawn(make_trainer, template, message, column):
+    row = {"prompt": user("hi"), column: user(PARTS)}
+    rows = IterableDataset.from_generator(lambda: iter([row, row]))
+    with pytest.raises(ValueError, match=f"The {column} in row 0 .*{message}"):
+        make_trainer(train_dataset=rows, processing_class=with_template(template), rollout=HFRollout()).train()
 
 
 def test_content_parts_that_a_template_reads_are_accepted(make_trainer):
     reads = "{% for one in messages %}{% for part in one.content %}{{ part.text }}{% endfor %}{% endfor %}"
-    trainer = make_trainer(train_dataset=asked(PARTS, PARTS), processing_class=with_template(reads))
+    trainer = make_trainer(train_dataset=chats(user(PARTS), user(PARTS)), processing_class=with_template(reads))
     assert trainer.processing_class.decode(trainer.tokenize([trainer.train_dataset[0]["prompt"]])[0]) == "hi"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -76,8 +76,7 @@ def written(image: Any) -> bytes:
 def trained(trained):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_generations": 2}
     options |= {"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "steps", "eval_steps": 1, "optim": "sgd"}
-    data = vision_language.rows([1, 2] * 4)
-    data = data.add_column("privileged_context", [f"It is {row}." for row in range(len(data))])
+    data = vision_language.rows([1, 2] * 4).add_column("privileged_context", [f"It is {row}." for row in range(8)])
     options |= {"train_dataset": data.select(range(6)), "eval_dataset": data.select([6, 7]), "learning_rate": 1e-2}
     options |= {"rollout": Answering(answer)}
     return lambda **given: trained(**{**vision_language.arguments("qwen2_5_vl"), **options, **given})
@@ -135,17 +134,9 @@ def test_a_row_is_decoded_once_per_step(make_trainer):
 def test_a_broken_image_is_an_error_of_its_own_step(make_trainer):
     files = [written(picture(seed)) for seed in range(3)]
     data = [{"prompt": [{"role": "user", "content": "?"}], "image": one} for one in (*files[:2], files[2][:3000])]
-    options = {"max_steps": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    given = {
-        **vision_language.arguments("qwen2_5_vl"),
-        **options,
-        "shuffle_dataset": False,
-        "rollout": Answering(answer),
-    }
-    trainer = make_trainer(train_dataset=Dataset.from_list(data), **given)
-    with pytest.raises(
-        ValueError, match=r"in row 0 of the batch of step 3: image 0 cannot be read: image file is trunc"
-    ):
+    given = {**vision_language.arguments("qwen2_5_vl"), "per_device_train_batch_size": 1, "shuffle_dataset": False}
+    trainer = make_trainer(train_dataset=Dataset.from_list(data), rollout=Answering(answer), **given)
+    with pytest.raises(ValueError, match=r"row 0 of the batch of step 3: image 0 cannot be read: image file is trunc"):
         trainer.train()
     assert trainer.state.global_step == 2
 
@@ -154,12 +145,12 @@ def test_a_broken_image_is_an_error_of_its_own_step(make_trainer):
 
 
 def test_threads_wait_for_what_another_makes_and_get_its_error():
-    pictures, begun, calls = Pictures(), threading.Event(), []
+    pictures, calls = Pictures(), []
     pictures.begin(is_training=True)
 
     def make() -> int:
-        calls.append(begun.set())
-        threading.Event().wait(0.05)
+        calls.append(1)
+        time.sleep(0.05)
         raise OSError("broken")
 
     with ThreadPoolExecutor() as pool:
@@ -213,19 +204,17 @@ def test_no_picture_is_kept_after_checks_or_training(make_trainer):
 
 
 def test_an_error_of_the_next_step_is_raised_in_it(make_trainer):
-    trainer = make_trainer()
-    trainer.state.max_steps, lost = 3, list[int]()
-    ahead, given = hooks.NextRows(trainer, lambda: lost.append(1)), [[["row"]], ValueError("broken")]
+    trainer, batches = make_trainer(), iter([[["row"]]])
+    trainer.state.max_steps = 3
+    ahead = hooks.NextRows(trainer, lambda: None)
 
     def fetch(*_: Any) -> Any:
-        found = given.pop(0)
-        if isinstance(found, Exception):
-            raise found
+        if (found := next(batches, None)) is None:
+            raise ValueError("broken")
         return found
 
     epoch = iter(())
     assert ahead.batch(fetch, epoch, 1, torch.device("cpu")) == [["row"]]
-    assert given == [], "the next step was read"
     assert ahead.rows == []
     with pytest.raises(ValueError, match="broken"):
         ahead.batch(fetch, epoch, 1, torch.device("cpu"))

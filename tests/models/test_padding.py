@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from support import tiny
 from torch import Tensor
 from transformers import BartConfig, Phi3Config
 
-from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd import HFRollout
 from trl_opsd.models import backbone
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, BatchPolicy, prove_batch_policy
@@ -72,16 +71,11 @@ class TestProof:
             (stretches_far_rows, BatchPolicy(64)),
             (rounds_and_sends_one_token_elsewhere, PADDED),
             (lambda *row: counts_padding(*row).bfloat16(), BY_LENGTH),
+            (lambda ids, *row: states(ids, *row) * len(ids), ALONE),
         ],
     )
     def test_rows_are_padded_only_where_padding_changes_nothing(self, read, policy):
         assert prove_batch_policy(read, 300, CPU, (32, 64), "student (X)") == policy
-
-    def test_rows_that_change_each_other_are_read_alone(self):
-        def alone_only(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
-            return states(ids, mask, positions) * len(ids)
-
-        assert prove_batch_policy(alone_only, 300, CPU, (), "student (X)") == ALONE
 
     @pytest.mark.parametrize(
         ("read", "message"),
@@ -94,6 +88,13 @@ class TestProof:
     def test_model_that_no_batching_makes_exact_is_refused(self, read, message):
         with pytest.raises(ValueError, match=message):
             prove_batch_policy(read, 300, CPU, (), "student (X)")
+
+    @pytest.mark.parametrize("factor", [1, 2])
+    def test_a_mask_is_passed_only_where_it_changes_something(self, factor):
+        def read(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+            return states(ids, mask, positions) * (1 if mask is not None else factor)
+
+        assert prove_batch_policy(read, 300, CPU, (), "student (X)").needs_mask is (factor > 1)
 
     @pytest.mark.parametrize("make", [tiny.qwen2, tiny.gpt2, tiny.gemma2])
     def test_sound_model_is_proved_in_three_passes(self, make):
@@ -150,15 +151,11 @@ def longrope(**overrides: object) -> torch.nn.Module:
 def ragged() -> Rollout:
     """Four rows of 24, 6, 24 and 12 tokens."""
     generator = torch.Generator().manual_seed(0)
-    prompts, completions = torch.tensor([14, 4, 12, 9]), torch.tensor([10, 2, 12, 3])
-    prompt_mask = (torch.arange(14) >= 14 - prompts[:, None]).long()
-    completion_mask = (torch.arange(12) < completions[:, None]).long()
-    return Rollout(
-        prompt_ids=torch.randint(3, 259, (4, 14), generator=generator) * prompt_mask,
-        prompt_mask=prompt_mask,
-        completion_ids=torch.randint(3, 259, (4, 12), generator=generator) * completion_mask,
-        completion_mask=completion_mask,
-        weights=completion_mask.float(),
+    prompts, completions = (torch.randint(3, 259, (4, size), generator=generator) for size in (14, 12))
+    return Rollout.of(
+        [ids[14 - size :].tolist() for ids, size in zip(prompts, (14, 4, 12, 9), strict=True)],
+        [ids[:size].tolist() for ids, size in zip(completions, (10, 2, 12, 3), strict=True)],
+        CPU,
     )
 
 
@@ -200,50 +197,39 @@ class TestReading:
             completion_hidden(model, ragged(), policy)
         assert "attention_mask" not in caplog.text
 
-    def test_gradients_flow_through_rows_that_are_read_apart(self):
-        model = bart().eval()
-        rows = ragged()
-        weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1)) * rows.completion_mask[..., None]
-        gradients = []
-        for policy in (BY_LENGTH, ALONE):
+    @pytest.mark.parametrize(("make", "policy"), [(bart, BY_LENGTH), (tiny.qwen2, PACKED)])
+    def test_gradients_are_those_of_rows_alone(self, make, policy, passes):
+        model, gradients = make().eval(), []
+        weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1))
+        for one in (policy, ALONE):
             model.zero_grad()
-            (completion_hidden(model, rows, policy) * weights).sum().backward()
+            (completion_hidden(model, ragged(), one) * weights * ragged().completion_mask[..., None]).sum().backward()
             gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
         assert len(gradients[0]) > 10
-        assert math.isfinite(sum(float(one.norm()) for one in gradients[0]))
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The tokens of each call of attention, and whether it has a mask; packed rows come in blocks of at most 30."""
+    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, *given, attn_mask=None, **more):
+        calls.append((query.size(2), attn_mask is not None))
+        return attend(query, *given, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(backbone, "BLOCK_TOKENS", 30)
+    return calls
 
 
 class TestPacking:
     """Rows of 24, 6, 24 and 12 tokens, in one sequence or in blocks of at most 30."""
 
-    @pytest.fixture
-    def passes(self, monkeypatch):
-        """The tokens of each call of attention, and whether it has a mask."""
-        calls, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-        def spy(query, *given, attn_mask=None, **more):
-            calls.append((query.size(2), attn_mask is not None))
-            return attend(query, *given, attn_mask=attn_mask, **more)
-
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-        monkeypatch.setattr(backbone, "BLOCK_TOKENS", 30)
-        return calls
-
     def test_small_packed_passes_equal_rows_alone(self, passes):
-        model, gradients = tiny.qwen2(), []
-        weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
-            assert largest_gap(model, PACKED) < 1e-5
-        for policy in (PACKED, ALONE):
-            model.zero_grad()
-            passes.clear()
-            hidden = completion_hidden(model, ragged(), policy)
-            (hidden * weights * ragged().completion_mask[..., None]).sum().backward()
-            gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
-            if policy is PACKED:
-                assert passes == [(30, True)] * 2 + [(24, False)] * 2 + [(12, False)] * 2, "two layers each"
-        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+            assert largest_gap(tiny.qwen2(), PACKED) < 1e-5
+        assert passes[:6] == [(30, True)] * 2 + [(24, False)] * 2 + [(12, False)] * 2, "two layers each"
 
     def test_kernel_for_packed_rows_gets_all_at_once(self, passes, monkeypatch):
         monkeypatch.setattr(backbone, "has_varlen", lambda model: True)
@@ -280,33 +266,10 @@ def test_the_padding_proof_gives_the_same_result_in_bfloat16(make, policy):
     assert Probed(model.to(torch.bfloat16), "student").prove(find_batching).batching == policy
 
 
-def takes_a_missing_mask_for_padding(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-    return states(ids, mask, positions) * (1 if mask is not None else 2)
-
-
-@pytest.mark.parametrize(("read", "needs_mask"), [(states, False), (takes_a_missing_mask_for_padding, True)])
-def test_a_mask_is_passed_only_where_it_changes_something(read, needs_mask):
-    assert prove_batch_policy(read, 300, CPU, (), "student (X)").needs_mask is needs_mask
-
-
 class TestTrainer:
-    def test_rows_are_read_unmasked(self, make_trainer, monkeypatch):
-        calls = []
-        attend = torch.nn.functional.scaled_dot_product_attention
-
-        def spy(*given, attn_mask=None, is_causal=False, **more):
-            calls.append((attn_mask is not None, is_causal))
-            return attend(*given, attn_mask=attn_mask, is_causal=is_causal, **more)
-
-        class Masking(OPSDTrainer):
-            def score(self, rows):
-                calls.clear()
-                return super().score(rows)
-
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-        make_trainer(Masking, model=tiny.qwen2(num_key_value_heads=1), max_steps=1).train()
-        assert len(calls) >= 4
-        assert set(calls[-4:]) == {(False, True)}, "teacher and student"
+    def test_rows_are_read_unmasked(self, trained, passes):
+        trained(model=tiny.qwen2(num_key_value_heads=1), max_steps=1)
+        assert [is_masked for _, is_masked in passes[-4:]] == [False] * 4, "teacher and student"
 
     def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer, trained):
         trainer = make_trainer(model=bart(), teacher_model=longrope())

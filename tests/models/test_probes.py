@@ -1,13 +1,13 @@
-"""Errors of a model that is probed say what it cannot do, and what to do then."""
+"""Errors of a model that is probed say what it cannot do; and the proof that a student can be trained."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
+from support import tiny
 
 from trl_opsd.models.probes import explaining
-
-pytestmark = pytest.mark.quick
 
 
 def explained(error: Exception) -> None:
@@ -15,13 +15,56 @@ def explained(error: Exception) -> None:
         raise error
 
 
+@pytest.mark.quick
 def test_errors_of_the_subject_itself_name_the_remedy():
     with pytest.raises(ValueError, match=r"^The model cannot read, TypeError: no mask\. Use another\.$"):
         explained(TypeError("no mask"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyError("other")])
 def test_memory_and_unforeseen_errors_are_raised_as_they_are(error):
     with pytest.raises(type(error)) as raised:
         explained(error)
     assert raised.value is error
+
+
+# ---- Whether a student can be trained --------------------------------------------------------------------------------
+
+
+def test_a_student_that_fails_only_in_training_mode_is_refused(make_trainer):
+    student = tiny.qwen2()
+
+    def fails(module, *_):
+        if module.training:
+            raise ValueError("256 tokens or none")
+
+    student.model.layers[0].register_forward_pre_hook(fails)
+    with pytest.raises(ValueError, match=r"eight tokens in training mode, ValueError: 256 tokens or none"):
+        make_trainer(model=student)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_student_that_passes_no_gradient_is_refused(make_trainer, lora):
+    student = tiny.qwen2()
+    student.model.norm.register_forward_hook(lambda module, args, output: output.detach())
+    adapter = LoraConfig(target_modules="all-linear") if lora else None
+    with pytest.raises(ValueError, match=r"No gradient passes through the student"):
+        make_trainer(model=student, peft_config=adapter)
+
+
+def test_a_student_with_only_a_trainable_head_is_trained(trained):
+    student = tiny.qwen2()
+    student.model.requires_grad_(False)
+    before = student.lm_head.weight.detach().clone()
+    trainer = trained(model=student)
+    assert not torch.equal(trainer.model.lm_head.weight, before)
+
+
+def test_the_training_proof_takes_one_pass_of_eight_tokens(make_trainer):
+    passes, student = [], tiny.gpt2(dropout=0.5)
+    student.base_model.h[0].register_forward_pre_hook(
+        lambda module, args: passes.append(args[0].shape[:2].numel()) if module.training else None
+    )
+    make_trainer(model=student)
+    assert passes == [8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from support import tiny
 
@@ -12,14 +13,15 @@ from trl_opsd.teacher import FrozenTeacher, Resident
 from trl_opsd.teacher.served import ServedTeacher, answers_of
 from trl_opsd.teacher.servers import TeacherServer
 from trl_opsd.types import Rollout
+from trl_opsd.types.known import KnownTokens
 
-CPU = torch.device("cpu")
+CPU, V, K = torch.device("cpu"), tiny.VOCABULARY, 8
 
 
 def rows(number: int = 6, seed: int = 0) -> Rollout:
     """Ragged rows: one twice, one of which nothing counts, one with a token of a tool in it."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, tiny.VOCABULARY, (number, 12), generator=generator)
+    ids = torch.randint(3, V, (number, 12), generator=generator)
     prompt, completion = ids[:, :5], ids[:, 5:]
     prompt_mask, mask = torch.ones_like(prompt), torch.ones_like(completion)
     for row in range(number):
@@ -38,14 +40,23 @@ def proposed(number: int = 6, seed: int = 0) -> Rollout:
     """Rows with candidates at each token: 7 that follow from the place, and the token itself."""
     rollout = rows(number, seed)
     ids_BC1 = rollout.completion_ids[:, :, None]
-    others_BC7 = (ids_BC1 + 31 * torch.arange(1, 8)) % tiny.VOCABULARY
+    others_BC7 = (ids_BC1 + 31 * torch.arange(1, 8)) % V
     return replace(rollout, candidates=torch.cat([others_BC7, ids_BC1], 2))
 
 
 def states_teacher(path: str, url: str, deadline: float = 20.0, timeout: float = 0.0) -> ServedTeacher:
     """A teacher whose server returns states, compared with its checkpoint."""
     server = TeacherServer(url, deadline, timeout)
-    teacher = ServedTeacher(path, server, answers_of(server, "states", path, {}, CPU, tiny.VOCABULARY))
+    teacher = ServedTeacher(path, server, answers_of(server, "states", path, {}, CPU, V))
+    teacher.check_predictions({})
+    return teacher
+
+
+def tokens_teacher(path: str, url: str, targets: str = "both_top_k", top_k: int | None = K) -> ServedTeacher:
+    """The same for a server that tells log-probabilities of tokens."""
+    server = TeacherServer(url, 60.0, 0.0)
+    server.look(tiny.tokenizer())
+    teacher = ServedTeacher(path, server, answers_of(server, targets, path, {}, CPU, V, top_k))
     teacher.check_predictions({})
     return teacher
 
@@ -58,3 +69,26 @@ def check_equal(teacher: ServedTeacher, model: Any, rollout: Rollout) -> None:
         assert torch.equal(one.places, two.places)
         assert one.hidden.shape == two.hidden.shape
         torch.testing.assert_close(one.hidden, two.hidden, rtol=1e-5, atol=1e-5)
+
+
+def check_known(teacher: ServedTeacher, model: Any, rollout: Rollout, targets: str = "both_top_k") -> None:
+    """Each row's tokens, log-probabilities and rest are those of the model that reads the row alone."""
+    found = teacher.targets(rollout).rows
+    lists = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+    for number, (prompt, completion) in enumerate(lists):
+        places = rollout.counts[number].nonzero().flatten().tolist()
+        assert found[number].places.tolist() == places
+        with torch.no_grad():
+            logs_LV = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].log_softmax(-1)
+        told = KnownTokens.unpack(found[number].hidden)
+        for row, place in enumerate(places):
+            own, log_V = completion[place], logs_LV[len(prompt) + place - 1]
+            ids = {
+                *(rollout.candidates[number, place].tolist() if targets != "teacher_top_k" else [own]),
+                *(log_V.topk(K).indices.tolist() if targets != "student_top_k" else [own]),
+            }
+            assert {*told.ids[row].tolist()} == ids
+            assert int(told.ids[row, 0]) == own
+            torch.testing.assert_close(told.logprobs[row], log_V[told.ids[row]], rtol=1e-6, atol=1e-6)
+            rest = (1 - log_V[[*ids]].double().exp().sum()).log()
+            assert float(told.rest[row]) == pytest.approx(float(rest), abs=1e-5)

@@ -61,8 +61,7 @@ def saved(folder: Path, kinds: dict[str, Any], **of_base: Any) -> tuple[Path, di
     tiny.tokenizer().save_pretrained(base)
     paths = {}
     for seed, (name, kind) in enumerate(kinds.items()):
-        config = LoraConfig(**kind) if isinstance(kind, dict) else kind
-        save_adapter(base, folder / name, config, seed)
+        save_adapter(base, folder / name, LoraConfig(**kind) if isinstance(kind, dict) else kind, seed)
         paths[name] = str(folder / name)
     return base, paths
 
@@ -125,10 +124,6 @@ def storages(model: Any) -> dict[int, int]:
     return {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in model.parameters())}
 
 
-def storages_sum(model: Any) -> int:
-    return sum(storages(model).values())
-
-
 def test_a_student_on_the_same_base_lends_its_weights(make_trainer, experts):
     base, paths = experts("variants")
     student = {"model": str(base), "peft_config": LoraConfig(**LORA)}
@@ -140,8 +135,6 @@ def test_a_student_on_the_same_base_lends_its_weights(make_trainer, experts):
     adapters = [load_file(f"{path}/adapter_model.safetensors").values() for path in paths.values()]
     own = sum(tensor.nbytes for weights in adapters for tensor in weights)
     assert sum(teacher[place] for place in teacher.keys() - mine.keys()) == own, "and no more than the adapters"
-    assert "of it are others'" in repr(trainer).replace("\n", " ").replace("  ", "")
-
     batch = list(trainer.train_dataset)[:3]
     before = [row.hidden.clone() for row in trainer.score(batch).targets.rows]
     trainer.train()
@@ -184,6 +177,13 @@ def other_base(folder: Path, path: str, **sizes: Any) -> str:
     return edited(path, base_model_name_or_path=str(folder / "other"), target_modules=layers)
 
 
+def words_added(folder: Path, path: str) -> str:
+    words = tiny.tokenizer()
+    words.add_tokens(["new"])
+    words.save_pretrained(folder / "base")
+    return path
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "a base that is gone": (
         lambda _, path: edited(path, base_model_name_or_path="gone/base"),
@@ -200,15 +200,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a base with fewer layers": (
         lambda folder, path: other_base(folder, path, num_hidden_layers=1),
-        r"its file has too much: base_model.model.model.layers.1.* and \d+ more\. Name the right base",
+        r"its file has too much: base_model.model.model.layers.1.* and \d+ more",
     ),
     "a base with more layers": (
         lambda folder, path: other_base(folder, path, num_hidden_layers=3),
-        r"its file lacks base_model.model.model.layers.2.* and \d+ more\. Name the right base",
+        r"its file lacks base_model.model.model.layers.2.* and \d+ more",
     ),
     "a weight that is missing": (
         lambda _, path: rewritten(path, lambda weights, name: weights.pop(name)),
-        r"its file lacks base_model.*layers.0.self_attn.q_proj.lora_A.* and 0 more\. Name",
+        r"its file lacks base_model.*layers.0.self_attn.q_proj.lora_A",
     ),
     "embeddings that were trained": (
         lambda _, path: rewritten(
@@ -221,6 +221,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda _, path: str((Path(path) / "adapter_model.safetensors").rename(Path(path) / "adapter_model.bin").parent),
         r"The adapter '.*math', on its base '.*base': .* a file named adapter_model.safetensors",
     ),
+    "another tokenizer": (words_added, "new"),
 }
 CHEAP = ("a base that is gone", "a weight that is missing")
 
@@ -241,23 +242,19 @@ def test_an_adapter_that_cannot_teach_is_refused(make_trainer, tmp_path, fault):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**LORA, "target_modules": ["q_proj", "lm_head"]}, "it changes the output head"),
-        ({**LORA, "bias": "all"}, "it changes its base, which others share"),
-        (
-            PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
-            "it acts through prompts",
-        ),
+        (LoraConfig(r=4, target_modules=["q_proj", "lm_head"]), "it changes the output head"),
+        (LoraConfig(**LORA, bias="all"), "it changes its base, which others share"),
+        (PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "it acts through prompts"),
     ],
 )
 def test_an_adapter_that_is_more_than_its_layers_is_refused(make_trainer, tmp_path, config, message):
     base = tmp_path / "base"
     tiny.qwen2(48, 1).save_pretrained(base)
-    config = LoraConfig(**config) if isinstance(config, dict) else config
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "math")
-    before = storages_sum(student := AutoModelForCausalLM.from_pretrained(base))
+    before = sum(storages(student := AutoModelForCausalLM.from_pretrained(base)).values())
     with pytest.raises(ValueError, match=message):
         make_trainer(model=student, peft_config=LoraConfig(**LORA), teacher_model=str(tmp_path / "math"))
-    assert storages_sum(student.base_model) <= before, "and the student's weights are untouched"
+    assert sum(storages(student.base_model).values()) <= before, "and the student's weights are untouched"
 
 
 @pytest.mark.refusal
@@ -294,23 +291,6 @@ def test_a_teacher_that_generates_is_its_adapter(make_trainer, experts):
         written.append(trainer.score(list(trainer.train_dataset)).rollout.completion_ids.tolist())
     assert written[0] == written[1]
     assert len(set(map(tuple, written[0]))) > 3
-
-
-@pytest.mark.long
-def test_card_banner_and_tokenizer_are_the_adapters(make_trainer, tmp_path):
-    base, paths = saved(tmp_path, KINDS["lora"])
-    trainer = make_trainer(**given(paths))
-    text = " ".join(repr(trainer).split())
-    assert all(f"with the adapter '{path}'; 3 teachers share its base" in text for path in paths.values())
-    trainer.create_model_card()
-    card = (Path(trainer.args.output_dir) / "README.md").read_text()
-    assert "- Teacher 'math': Qwen2ForCausalLM 'base'" in card
-    assert "with the adapter 'math'; 3 teachers share its base" in card
-    words = tiny.tokenizer()
-    words.add_tokens(["new"])
-    words.save_pretrained(base)
-    with pytest.raises(ValueError, match="new"):
-        make_trainer(**given(paths))
 
 
 @pytest.mark.long

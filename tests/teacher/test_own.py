@@ -29,6 +29,7 @@ ADAPTERS: dict[str, tuple[bool, Any]] = {
         LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     ),
     "tokens": (True, LoraConfig(target_modules=["q_proj"], trainable_token_indices=[56, 110])),
+    "head": (False, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])),
     "ia3": (False, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
     "vera": (False, VeraConfig(target_modules=["q_proj"])),
 }
@@ -51,21 +52,31 @@ def make_own(make_trainer):
     return make
 
 
+@pytest.fixture
+def trained(make_own):
+    def trained(kind, resume=None, **given):
+        trainer = make_own(kind, **given)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return trained
+
+
+IDS = torch.arange(20).reshape(2, 10) + 40
+
+
 def read(teacher):
     """The logits of a teacher for two fixed rows."""
-    ids = torch.arange(20).reshape(2, 10) + 40
-    ones = torch.ones(2, 6, dtype=torch.long)
-    rollout = tiny.rollout(ids[:, :4], ids[:, 4:], ones)
+    rollout = tiny.rollout(IDS[:, :4], IDS[:, 4:], torch.ones(2, 6, dtype=torch.long))
     with torch.no_grad():
         return teacher.targets(rollout).hidden @ teacher.head.weight.T
 
 
 def plain_logits(model):
     """The logits that `read` must return for this model in eval mode."""
-    ids = torch.arange(20).reshape(2, 10) + 40
     model.eval()
     with torch.no_grad():
-        return model(ids).logits[:, 3:-1]
+        return model(IDS).logits[:, 3:-1]
 
 
 class TestBase:
@@ -83,14 +94,6 @@ class TestBase:
         assert trainer.model.training
         assert (plain_logits(trainer.model) - before).abs().max() > 0.1
 
-    def test_modules_to_save_teach_with_their_original_weights(self, make_own):
-        before = plain_logits(tiny.qwen2(32, seed=0))
-        lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-        trainer = make_own("base", peft_config=lora)
-        trainer.train()
-        torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
-        assert trainer.state.log_history[0]["loss"] > 0
-
     @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.long] * (one in RARE)) for one in ADAPTERS])
     def test_with_any_adapter_the_teacher_is_the_student_as_given(self, make_own, name):
         tied, adapter = ADAPTERS[name]
@@ -106,14 +109,7 @@ class TestBase:
 
     @pytest.mark.refusal
     @pytest.mark.parametrize(
-        ("init", "given"),
-        [
-            ("pissa", "object"),
-            ("pissa", "path"),
-            ("pissa", "adapter"),
-            ("pissa_niter_4", "object"),
-            ("olora", "object"),
-        ],
+        ("init", "given"), [("pissa", "object"), ("pissa", "path"), ("pissa", "adapter"), ("olora", "object")]
     )
     def test_an_adapter_that_rewrites_base_weights_is_refused(self, make_own, tmp_path, init, given):
         lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
@@ -122,16 +118,14 @@ class TestBase:
             student.save_pretrained(tmp_path / "student")
             student = str(tmp_path / "student")
         made = {"model": get_peft_model(student, lora)} if given == "adapter" else {"model": student}
-        with pytest.raises(
-            ValueError, match=f"init_lora_weights='{init}'.* is another model now. Initialise the adapter"
-        ):
+        with pytest.raises(ValueError, match=f"init_lora_weights='{init}'.* is another model now"):
             make_own("base", **made, **({} if given == "adapter" else {"peft_config": lora}))
 
     @pytest.mark.refusal
     @pytest.mark.parametrize("bias", ["all", "lora_only"])
     def test_an_adapter_that_trains_base_biases_is_refused(self, make_own, bias):
         lora = LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
-        with pytest.raises(ValueError, match=r"q_proj.base_layer.bias' is trainable and shared by both: .*'none'"):
+        with pytest.raises(ValueError, match=r"q_proj.base_layer.bias' is trainable and shared by both"):
             make_own("base", peft_config=lora)
 
     @pytest.mark.refusal
@@ -146,36 +140,31 @@ class TestBase:
             trainer.train()
         assert trainer.state.global_step == 3
 
-    def test_frozen_parts_of_the_adapter_stay_frozen(self, make_own):
+    def test_frozen_parts_of_the_adapter_stay_frozen(self, trained):
         student = get_peft_model(tiny.qwen2(32, 0), LoraConfig(r=4, target_modules="all-linear"))
         student.get_base_model().model.layers[0].requires_grad_(False)
-        trainer = make_own("base", model=student)
-        trainer.train()
-        trained = {name for name, one in trainer.model.named_parameters() if one.requires_grad}
-        assert trained
-        assert not [name for name in trained if "layers.0" in name]
+        trainer = trained("base", model=student)
+        names = {name for name, one in trainer.model.named_parameters() if one.requires_grad}
+        assert names
+        assert not [name for name in names if "layers.0" in name]
 
-    def test_full_fine_tuning_is_taught_by_the_given_student(self, make_own):
+    def test_full_fine_tuning_is_taught_by_the_given_student(self, trained):
         before = plain_logits(tiny.qwen2(32, seed=0))
-        trainer = make_own("base")
-        trainer.train()
+        trainer = trained("base")
         torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
         assert (plain_logits(trainer.model) - before).abs().max() > 0.1
 
-    def test_a_student_given_with_an_adapter_needs_no_privileged_context(self, make_own):
+    def test_a_student_given_with_an_adapter_needs_no_privileged_context(self, trained):
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        student = get_peft_model(tiny.qwen2(32, 0), lora)
-        trainer = make_own("base", model=student, train_dataset=tiny.rows())
-        trainer.train()
+        trainer = trained("base", model=get_peft_model(tiny.qwen2(32, 0), lora), train_dataset=tiny.rows())
         assert trainer.state.log_history[0]["loss"] > 0.01
 
 
 class TestLive:
     @pytest.mark.parametrize("lora", [None, LORA])
     @pytest.mark.quick
-    def test_the_teacher_is_the_current_student(self, make_own, lora):
-        trainer = make_own("live", peft_config=lora)
-        trainer.train()
+    def test_the_teacher_is_the_current_student(self, trained, lora):
+        trainer = trained("live", peft_config=lora)
         assert trainer.model.training
         found, graphs = read(trainer.teacher), []
         hook = trainer.model.get_input_embeddings().register_forward_hook(
@@ -236,26 +225,22 @@ class TestEma:
     @pytest.mark.parametrize(
         "lora", [pytest.param(None, marks=pytest.mark.long, id="full"), pytest.param(LORA, id="lora")]
     )
-    def test_resumed_run_continues_the_average_of_what_is_trained(self, make_own, lora, tmp_path):
-        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "teacher_update_rate": 0.3}
-        whole = make_own("ema", peft_config=lora, **saving)
-        whole.train()
-        trained = {name for name, parameter in whole.model.named_parameters() if parameter.requires_grad}
-        assert set(load_file(tmp_path / "checkpoint-2" / FILE)) == trained, "nothing else is saved"
-        again = make_own("ema", peft_config=lora, **saving)
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    def test_resumed_run_continues_the_average_of_what_is_trained(self, trained, lora, tmp_path):
+        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "peft_config": lora}
+        whole = trained("ema", **saving, teacher_update_rate=0.3)
+        names = {name for name, parameter in whole.model.named_parameters() if parameter.requires_grad}
+        assert set(load_file(tmp_path / "checkpoint-2" / FILE)) == names, "nothing else is saved"
+        again = trained("ema", **saving, teacher_update_rate=0.3, resume=str(tmp_path / "checkpoint-2"))
         assert torch.equal(read(whole.teacher), read(again.teacher))
         assert torch.equal(tiny.weights(whole), tiny.weights(again))
 
     @pytest.mark.refusal
-    def test_a_checkpoint_without_an_average_is_refused(self, make_own, tmp_path):
+    def test_a_checkpoint_without_an_average_is_refused(self, trained, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "peft_config": LORA}
-        make_own("base", **options).train()
+        trained("base", **options)
         known = ["teachers", "teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"]
         with pytest.raises(FileNotFoundError, match="ema_teacher"):
-            make_own("ema", **options, resume_with_changes=known).train(
-                resume_from_checkpoint=str(tmp_path / "checkpoint-2")
-            )
+            trained("ema", **options, resume_with_changes=known, resume=str(tmp_path / "checkpoint-2"))
 
     def test_an_average_in_half_precision_keeps_moving(self):
         student = {"w": torch.full((4,), 1.0078125, dtype=torch.bfloat16)}  # the next number after 1
@@ -266,11 +251,8 @@ class TestEma:
         assert torch.equal(teacher["w"], student["w"])
 
     @pytest.mark.parametrize("offload", [pytest.param("cpu", marks=pytest.mark.long), "stream"])
-    def test_an_average_in_host_memory_gives_the_same_numbers(self, make_own, offload):
-        near = make_own("ema", teacher_update_rate=0.3)
-        near.train()
-        far = make_own("ema", teacher_update_rate=0.3, teacher_offload=offload)
-        far.train()
+    def test_an_average_in_host_memory_gives_the_same_numbers(self, trained, offload):
+        near, far = (trained("ema", teacher_update_rate=0.3, teacher_offload=one) for one in ("none", offload))
         assert torch.equal(read(near.teacher), read(far.teacher))
         assert torch.equal(tiny.weights(near), tiny.weights(far))
 
@@ -281,32 +263,16 @@ class TestEma:
             make_own("ema", peft_config=lora)
 
 
-class TestRefusals:
-    @pytest.mark.refusal
-    @pytest.mark.before_loading
-    def test_a_sharded_average_is_refused(self, tmp_path):
-        args = tiny.config(tmp_path, teacher_model_kind="ema")
-        args.teacher_offload = "zero3"  # set afterwards: the config refuses it where nothing is sharded
-        with pytest.raises(ValueError, match="each process keeps the whole average"):
-            check_together(args)
+@pytest.mark.refusal
+def test_a_sharded_average_is_refused(tmp_path):
+    args = tiny.config(tmp_path, teacher_model_kind="ema")
+    args.teacher_offload = "zero3"  # set afterwards: the config refuses it where nothing is sharded
+    with pytest.raises(ValueError, match="each process keeps the whole average"):
+        check_together(args)
 
-    @pytest.mark.refusal
-    @pytest.mark.before_loading
-    def test_two_teachers_are_refused(self, make_trainer):
-        with pytest.raises(ValueError, match=r"There are two teachers, .* `teacher_model_kind='base'`: remove one"):
-            make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")
 
-    @pytest.mark.refusal
-    @pytest.mark.before_loading
-    @pytest.mark.parametrize(
-        ("option", "message"),
-        [
-            ({"teacher_model_kind": "bse"}, "Did you mean 'base'"),
-            ({"teacher_update_rate": 0.0}, r"`teacher_update_rate=0.0`: expected greater than 0"),
-            ({"teacher_sync_steps": 0}, "`teacher_sync_steps=0`: expected greater than or equal to 1"),
-            ({"teacher_chat_template_kwargs": "[1]"}, "expected a valid dictionary"),
-        ],
-    )
-    def test_an_option_out_of_range_is_refused(self, tmp_path, option, message):
-        with pytest.raises(ValueError, match=message):
-            tiny.config(tmp_path, **option)
+@pytest.mark.refusal
+@pytest.mark.before_loading
+def test_two_teachers_are_refused(make_trainer):
+    with pytest.raises(ValueError, match=r"There are two teachers, .* `teacher_model_kind='base'`: remove one"):
+        make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")

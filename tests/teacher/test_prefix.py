@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from support import tiny
 from transformers import AutoModelForCausalLM
 
-from trl_opsd import FrozenTeacher, OPSDConfig
+from trl_opsd import FrozenTeacher
 from trl_opsd.models.backbone import backbone_of
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.offloaded import Hosted, Streamed
@@ -54,21 +54,11 @@ def other_family(name: str, **sizes: Any) -> Any:
 SLIDING = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "llama": lambda: tiny.llama(48, 1),
-    "qwen3": lambda: other_family("Qwen3Config"),
-    "gemma2": lambda: tiny.gemma2(48, 1, sliding_window=20),
     "gemma3": lambda: other_family("Gemma3TextConfig", sliding_window=20, layer_types=SLIDING),
     "gpt2": lambda: tiny.gpt2(48, 1),
     "experts": lambda: other_family(
         "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1
     ),
-}
-RECURRENT = {
-    "mamba2": lambda: tiny.model(
-        transformers.Mamba2Config(
-            vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=8, head_dim=16, num_heads=4, n_groups=1
-        )
-    ),
-    "lfm2": lambda: other_family("Lfm2Config", layer_types=["conv", "full_attention"]),
 }
 
 
@@ -102,14 +92,13 @@ class TestNumbers:
             check_equal(teacher, make(), after(*documents))
         assert teacher.prefix.saved == 2 * 150 + 150 + 3 * 90
 
-    @pytest.mark.parametrize("family", RECURRENT)
-    def test_a_family_without_keys_and_values_reads_whole_rows(self, family, caplog):
+    def test_a_family_without_keys_and_values_reads_whole_rows(self, caplog):
         PartialState()  # which warnings need
-        model = RECURRENT[family]()
+        model, again = (other_family("Lfm2Config", layer_types=["conv", "full_attention"]) for _ in range(2))
         teacher = sharing(model)
         assert f"{type(model).__name__}) cannot continue" in caplog.text
         with counted(model) as tokens:
-            check_equal(teacher, RECURRENT[family](), given := after(DOCUMENT, DOCUMENT), tolerance=0)
+            check_equal(teacher, again, given := after(DOCUMENT, DOCUMENT), tolerance=0)
         assert sum(tokens) >= sum(given.sizes)
 
     @pytest.mark.parametrize("placement", [Hosted, Streamed])
@@ -136,22 +125,17 @@ class TestNumbers:
                 found, expected = teacher.targets(given).hidden, whole.targets(given).hidden
             assert (found - expected).norm() <= (1e-2 if enabled else 1e-6) * expected.norm()
 
-    def test_rows_without_a_token_that_counts_are_read(self):
-        given = after(*[DOCUMENT] * 3)
-        given.weights[1] = 0
-        check_equal(sharing(qwen2()), qwen2(), given)
-
-    def test_completions_of_one_prompt_share_all_but_its_last_token(self):
-        model = qwen2()
-        teacher, prompts = sharing(model), [DOCUMENT] * 4
-        check_equal(teacher, qwen2(), rollout(prompts))
-        assert teacher.prefix.kept == DOCUMENT[:-1]
-
-    def test_masked_tokens_are_read_as_in_whole_rows(self):
-        given = rollout([[*DOCUMENT, *ids(4)] for _ in range(3)])
-        given.prompt_mask[0, 40:44] = 0
-        given.completion_mask[1, 0] = 0
-        check_equal(sharing(qwen2()), qwen2(), given)
+    @pytest.mark.parametrize("which", ["a row of no weight", "masked tokens", "one prompt"])
+    def test_rows_of_any_kind_equal_whole_rows(self, which):
+        given = rollout([[*DOCUMENT, *([] if which == "one prompt" else ids(4))] for _ in range(4)])
+        if which == "a row of no weight":
+            given.weights[1] = 0
+        elif which == "masked tokens":
+            given.prompt_mask[0, 40:44] = 0
+            given.completion_mask[1, 0] = 0
+        teacher = sharing(qwen2())
+        check_equal(teacher, qwen2(), given)
+        assert which != "one prompt" or teacher.prefix.kept == DOCUMENT[:-1], "all but its last token"
 
     def test_rows_as_long_as_the_context(self):
         for family in ("gpt2", "llama"):
@@ -160,26 +144,6 @@ class TestNumbers:
             longest = Rollout.of(given.prompt_lists(), [ids(3), ids(6), ids(7)], CPU)
             assert max(longest.sizes) == 256
             check_equal(sharing(FAMILIES[family](), pad_to_multiple_of=64), FAMILIES[family](), longest)
-
-    def test_training_losses_are_those_of_whole_rows(self, make_trainer):
-        losses = {}
-        for gigabytes in (0, 0.1):
-            trainer = make_trainer(
-                teacher_model=qwen2(), teacher_prefix_cache_gb=gigabytes, max_steps=3, learning_rate=1e-2, **document()
-            )  # fmt: skip
-            trainer.train()
-            losses[gigabytes] = tiny.logged(trainer, "divergence/mean")
-            saved = tiny.logged(trainer, "teacher/prefix_saved")
-            assert bool(saved) is bool(gigabytes)
-        assert losses[0.1] == pytest.approx(losses[0], rel=1e-6)
-        assert saved[2] >= 2 * 155, "all that two rows have in common"
-
-
-def document() -> dict[str, Any]:
-    """Options of a teacher that reads a document before each prompt."""
-    template = "".join(chr(97 + one % 26) for one in DOCUMENT) + "{privileged_context}{prompt}"
-    rows = tiny.rows(16).add_column("privileged_context", [f"hint {number}" for number in range(16)])
-    return {"train_dataset": rows, "teacher_prompt_template": template}
 
 
 class TestWork:
@@ -237,53 +201,49 @@ class TestMemory:
                     weight.data = weight.data * 1.5
         check_equal(teacher, changed, given)
 
-    def test_adapters_of_one_base_have_their_own(self, make_trainer, tmp_path):
+
+class TestTraining:
+    @pytest.fixture
+    def document(self) -> dict[str, Any]:
+        """Options of a teacher that reads a document before each prompt."""
+        template = "".join(chr(97 + one % 26) for one in DOCUMENT) + "{privileged_context}{prompt}"
+        rows = tiny.rows(16).add_column("privileged_context", [f"hint {number}" for number in range(16)])
+        return {"train_dataset": rows, "teacher_prompt_template": template, "max_steps": 3, "learning_rate": 1e-2}
+
+    @pytest.fixture
+    def adapters(self, tmp_path, document) -> dict[str, Any]:
+        """Two of one base."""
         tiny.qwen2(32, 0).save_pretrained(tmp_path / "base")
         for seed, name in enumerate(("one", "two")):
             torch.manual_seed(seed)
             base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
             get_peft_model(base, LoraConfig(r=4, init_lora_weights=False)).save_pretrained(tmp_path / name)
-        losses = []
-        for gigabytes in (0, 0.1):
-            given = document()
-            given["train_dataset"] = given["train_dataset"].add_column("teacher", ["one", "two"] * 8)
-            trainer = make_trainer(
-                teacher_model={name: str(tmp_path / name) for name in ("one", "two")},
-                teacher_prefix_cache_gb=gigabytes, max_steps=2, per_device_train_batch_size=4, **given,
-            )  # fmt: skip
-            trainer.train()
-            losses.append(tiny.logged(trainer, "divergence/mean"))
-        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-        assert all(teacher.prefix.kept for teacher in trainer.teachers.values())
+        return {
+            "train_dataset": document["train_dataset"].add_column("teacher", ["one", "two"] * 8),
+            "teacher_model": {name: str(tmp_path / name) for name in ("one", "two")},
+            "per_device_train_batch_size": 4,
+        }
 
-
-class TestOptions:
-    def test_the_student_as_it_was_passed_is_static(self, make_trainer):
-        losses = []
+    @pytest.mark.parametrize("kind", ["another", "base", "adapters"])
+    def test_losses_are_those_of_whole_rows(self, trained, document, adapters, kind):
+        losses = {}
         for gigabytes in (0, 0.1):
             lora = LoraConfig(r=4, target_modules="all-linear")
-            trainer = make_trainer(
-                teacher_model=None, teacher_model_kind="base", peft_config=lora, learning_rate=1e-2, max_steps=3,
-                teacher_prefix_cache_gb=gigabytes, **document(),
-            )  # fmt: skip
-            trainer.train()
-            losses.append(tiny.logged(trainer, "divergence/mean"))
-        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-        saved = tiny.logged(trainer, "teacher/prefix_saved")
+            given = {
+                "another": {"teacher_model": qwen2()},
+                "base": {"teacher_model": None, "teacher_model_kind": "base", "peft_config": lora},
+                "adapters": adapters,
+            }[kind]
+            trainer = trained(**{**document, **given, "teacher_prefix_cache_gb": gigabytes})
+            losses[gigabytes] = tiny.logged(trainer, "divergence/mean")
+            saved = tiny.logged(trainer, "teacher/prefix_saved")
+            assert bool(saved) is bool(gigabytes)
+        assert losses[0.1] == pytest.approx(losses[0], rel=1e-6)
         assert saved[1] > saved[0] > 0, "adapters that are trained are no change"
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"teacher_prefix_cache_gb": -1}, "expected greater than or equal to 0"),
-        ],
-    )
-    def test_options_that_do_not_fit_are_refused(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            OPSDConfig("out", bf16=False, **{"teacher_prefix_cache_gb": 0.5, **options})
+        assert kind == "adapters" or saved[2] >= 2 * 155, "all that two rows have in common"
+        assert all(teacher.prefix.kept for teacher in trainer.teachers.values())
 
     @pytest.mark.parametrize("kind", ["live", "ema"])
-    def test_a_teacher_that_changes_keeps_none(self, make_trainer, kind):
-        options = {"teacher_model_kind": kind, "teacher_prefix_cache_gb": 0.5, "max_steps": 1}
-        trainer = make_trainer(teacher_model=None, **options, **document())
+    def test_a_teacher_that_changes_keeps_none(self, make_trainer, document, kind):
+        trainer = make_trainer(teacher_model=None, teacher_model_kind=kind, teacher_prefix_cache_gb=0.5, **document)
         assert trainer.teacher.prefix is None

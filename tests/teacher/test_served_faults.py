@@ -1,4 +1,4 @@
-"""What is asked of a teacher's server, and when; whatever it answers wrongly is noticed and never trained on."""
+"""What is asked of a teacher's server, and when; whatever it answers wrongly or late is noticed, never trained on."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
-from served_lab import CPU, check_equal, proposed, rows, states_teacher
+from served_lab import K, V, check_equal, proposed, rows, states_teacher, tokens_teacher
 from support import serving, tiny
 from support.failing_server import Pretended, Scoring, after, hang_up, pretended
 from transformers import AutoModelForCausalLM
 
-from trl_opsd._compat.http import WrongAnswerError
+from trl_opsd import OPSDConfig
+from trl_opsd._compat.http import BusyError, Response, WrongAnswerError
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import servers
-from trl_opsd.teacher.served import ServedTeacher, answers_of
-from trl_opsd.teacher.servers import TeacherServer
+from trl_opsd.teacher.checks import deadline
+from trl_opsd.teacher.served import ServedTeacher
+from trl_opsd.types.targets import Keeper
 
-V, K = tiny.VOCABULARY, 8
 KINDS = {"states": (Pretended, {}), "vLLM": (Scoring, {"api": "vllm"}), "SGLang": (Scoring, {"api": "sglang"})}
+
+
+@pytest.fixture
+def breathless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are asked again at once."""
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +137,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "lie", "when"), CASES)
-def test_a_faulty_answer_is_never_learned_from(checkpoint, models, monkeypatch, kind, lie, when):
-    monkeypatch.setattr(servers, "PAUSE", 0.01)
+def test_a_faulty_answer_is_never_learned_from(checkpoint, models, breathless, kind, lie, when):
     path, (pretend, given) = checkpoint[0], KINDS[kind]
     given = {"words": tiny.tokenizer(), **given} if given else {}
     with pretended(checkpoint[1], kind=pretend, **given) as server:
@@ -137,12 +145,7 @@ def test_a_faulty_answer_is_never_learned_from(checkpoint, models, monkeypatch, 
         def build() -> ServedTeacher:
             if kind == "states":
                 return states_teacher(path, server.url)
-            asked = TeacherServer(server.url, 20.0, 0.0)
-            asked.look(tiny.tokenizer())
-            targets = "both_top_k" if kind == "vLLM" else "teacher_top_k"
-            teacher = ServedTeacher(path, asked, answers_of(asked, targets, path, {}, CPU, V, K))
-            teacher.check_predictions({})
-            return teacher
+            return tokens_teacher(path, server.url, "both_top_k" if kind == "vLLM" else "teacher_top_k")
 
         def fault(server: Any, right: torch.Tensor) -> Any:
             return lie(server, right, models)
@@ -159,29 +162,34 @@ def test_a_faulty_answer_is_never_learned_from(checkpoint, models, monkeypatch, 
             teacher.targets(proposed())
 
 
-# ---- What is asked, and when -----------------------------------------------------------------------------------------
+def test_a_wrong_answer_is_not_asked_for_again(served, checkpoint):
+    with pretended(checkpoint[1], lambda *_: b"garbage", faulty_from=2) as bad:
+        teacher = served(bad)
+        with pytest.raises(WrongAnswerError):
+            teacher.targets(rows().select([5]))
+        assert len(bad.asked) in (2 + 1, 2 + 1 + 1), "and one of the first rows, if it was sent before the answer"
 
 
-def test_row_is_read_once_up_to_last_counted_token(served, checkpoint):
-    with pretended(checkpoint[1]) as server:
-        teacher, rollout = served(server), rows()
+def test_a_server_that_lists_no_models_is_refused(served, checkpoint):
+    with pretended(checkpoint[1], models={"hello": "world"}) as server, pytest.raises(ServerError, match="/v1/models"):
+        served(server)
+
+
+# ---- What is asked, and what is kept ---------------------------------------------------------------------------------
+
+
+def test_rows_are_read_once_up_to_last_counted_token_at_the_same_time(served, checkpoint):
+    with pretended(checkpoint[1], after(0.05)) as server:
+        teacher, rollout = served(server), rows(20)
         server.asked.clear()
         check_equal(teacher, checkpoint[1], rollout)
         lists = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
         whole = [[*prompt, *completion][:-1] for prompt, completion in lists]
         again = list(teacher._probes[0].ids[:-1])
-        assert sorted(server.asked) == sorted([again, *(whole[row] for row in (0, 3, 4, 5))]), (
-            "0 and 1 are one row, 2 counts nowhere"
-        )
+        assert sorted(server.asked) == sorted([again, whole[0], *whole[3:]]), "0 and 1 are one row, 2 counts nowhere"
+        assert server.most_running > 2
         assert teacher.context == 193
         assert torch.equal(teacher.head.weight, checkpoint[1].lm_head.weight)
-
-
-def test_rows_are_read_at_the_same_time(served, checkpoint):
-    with pretended(checkpoint[1], after(0.05)) as server:
-        check_equal(served(server), checkpoint[1], rows(20))
-        assert len(server.asked) == 2 + 18 + 1, "and one of the first rows again"
-        assert server.most_running > 2
 
 
 def test_expected_rows_are_prefetched_and_found_in_any_grouping(served, checkpoint, monkeypatch):
@@ -215,14 +223,6 @@ def test_an_error_of_a_prefetched_row_is_raised_by_targets(served, checkpoint):
             teacher.targets(rows())
 
 
-def test_a_wrong_answer_is_not_asked_for_again(served, checkpoint):
-    with pretended(checkpoint[1], lambda *_: b"garbage", faulty_from=2) as bad:
-        teacher = served(bad)
-        with pytest.raises(WrongAnswerError):
-            teacher.targets(rows().select([5]))
-        assert len(bad.asked) in (2 + 1, 2 + 1 + 1), "and one of the first rows, if it was sent before the answer"
-
-
 def test_a_preempted_row_gets_the_states_of_its_last_pass(served, checkpoint):
     def preempted(server, states):
         return torch.cat([states[:2], states[:1], states])
@@ -234,39 +234,11 @@ def test_a_preempted_row_gets_the_states_of_its_last_pass(served, checkpoint):
 def test_an_id_beyond_the_teachers_vocabulary_is_not_sent(served, checkpoint):
     with pretended(checkpoint[1]) as server:
         teacher, rollout = served(server), rows()
-        rollout.completion_ids[5, 0] = tiny.VOCABULARY
+        rollout.completion_ids[5, 0] = V
         server.asked.clear()
         with pytest.raises(ValueError, match=r"token id 259, but the teacher's vocabulary has 259"):
             teacher.targets(rollout)
         assert not server.asked
-
-
-def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, checkpoint, interruptible):
-    with pretended(checkpoint[1], after(5), faulty_from=2) as server:
-        teacher = served(server)
-        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-        began = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            teacher.targets(rows())
-        assert time.monotonic() - began < 4
-        ours = [one for one in threading.enumerate() if one.name == "trl_opsd server client"]
-        assert ours
-        assert all(one.daemon for one in ours)
-
-
-def test_a_server_that_lists_no_models_is_refused(served, checkpoint):
-    said = r"/v1/models returned data\.0\.id=.*: Field required"
-    with pretended(checkpoint[1], models={"hello": "world"}) as server, pytest.raises(ServerError, match=said):
-        served(server)
-
-
-def test_absent_server_is_refused_with_a_command_starting_one(served, checkpoint):
-    with pretended(checkpoint[1]) as server:
-        pass
-    with pytest.raises(
-        ValueError, match=r"No teacher's server at http://127.0.0.1:\d+ after `teacher_server_timeout=0`"
-    ):
-        served(server)
 
 
 def test_states_are_sent_in_the_servers_dtype(served, checkpoint):
@@ -278,14 +250,161 @@ def test_states_are_sent_in_the_servers_dtype(served, checkpoint):
         check_equal(teacher, half, rows())
         assert {row.hidden.dtype for row in teacher.targets(rows()).rows} == {torch.bfloat16}
         assert teacher.head.weight.dtype == torch.bfloat16
-        assert "128 bytes per token in bfloat16" in str(teacher)
 
 
 def test_another_model_name_is_told_and_the_token_is_sent(served, checkpoint, caplog, monkeypatch):
     monkeypatch.setenv("TRL_OPSD_TEACHER_TOKEN", "secret")
     with pretended(checkpoint[1], models={"data": [{"id": "a teacher", "root": "/x/Other-7B"}]}) as server:
         teacher = served(server)
-        assert "which reports '/x/Other-7B'" in str(teacher)
+        assert "'/x/Other-7B'" in str(teacher)
         assert server.tokens == {"Bearer secret"}
         assert teacher.context == 256, "of the checkpoint"
         assert "secret" not in caplog.text + str(teacher)
+
+
+def test_states_are_not_held_twice(served, checkpoint, monkeypatch):
+    with pretended(checkpoint[1]) as server:
+        teacher, held, left = served(server), WeakSet(), []
+        start, put = teacher._server.start, Keeper.put
+
+        def started(*given):
+            future = start(*given)
+            future.result()
+            held.add(future)
+            return future
+
+        def noted(*given):
+            left.append(len(held))
+            return put(*given)
+
+        monkeypatch.setattr(teacher._server, "start", started)
+        monkeypatch.setattr(Keeper, "put", noted)
+        teacher.targets(rows(20))
+        assert left == sorted(left, reverse=True), "answers that were held when each row was kept"
+        assert left[0] > 10
+        assert left[-1] <= 3
+
+
+# ---- One deadline, however long it takes -----------------------------------------------------------------------------
+
+
+@contextmanager
+def takes(least: float, most: float):
+    began = time.monotonic()
+    yield
+    assert least <= time.monotonic() - began < most
+
+
+def refuse_then(refusals: int, answer, status: int = 503, **headers: str):
+    """Says that it is busy so often, then answers so."""
+    left = iter(range(refusals))
+    return lambda server, states: answer(server, states) if next(left, None) is None else (status, b"full", {**headers})
+
+
+def well(_, states):
+    return states
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (after(30), r"within 1 seconds \(from `ddp_timeout`\)"),
+        (lambda *_: (503, b"full", {}), "returned 503"),
+        (refuse_then(60, after(30)), ""),
+    ],
+    ids=["hangs", "busy", "busy, then hangs"],
+)
+def test_a_batch_has_one_deadline(served, checkpoint, breathless, fault, said):
+    with pretended(checkpoint[1]) as server:
+        teacher = served(server, deadline=1.0)
+        server.fault = fault
+        said = f"The teacher's server at {server.url} has not scored a row.*{said}"
+        with takes(0.9, 1.6), pytest.raises(ServerError, match=said):
+            teacher.targets(rows())
+
+
+@pytest.mark.quick
+def test_teachers_behind_servers_share_the_deadline(tmp_path):
+    for urls, share in (("http://a:1", 1), ({"math": "http://a:1", "code": "http://b:1"}, 2)):
+        args = OPSDConfig(str(tmp_path), teacher_server_url=urls, ddp_timeout=1000, use_cpu=True)
+        assert deadline(args) == 900 / share
+
+
+def test_server_that_hangs_at_start_fails_within_its_timeout(served, checkpoint, monkeypatch):
+    monkeypatch.setattr(servers, "_PROBE_SECONDS", 0.5)
+    with pretended(checkpoint[1], after(30)) as server:
+        for timeout, seconds in ((0.0, 0.5), (1.0, 1.0)):
+            said = rf"within {seconds:g} seconds \(from `teacher_server_timeout`\)"
+            with takes(seconds - 0.1, seconds + 0.5), pytest.raises(ServerError, match=said):
+                served(server, deadline=1000.0, timeout=timeout)
+        server.fault = lambda *_: (503, b"full", {"Retry-After": "1"})
+        with takes(0, 1), pytest.raises(ServerError, match="returned 503"):
+            served(server, deadline=1000.0)
+
+
+def each_once(fault):
+    """Each row meets the fault once."""
+    met = set()
+
+    def once(server, states):
+        with server.lock:
+            is_new = (row := tuple(server.row.ids)) not in met
+            met.add(row)
+        return fault(server, states) if is_new else states
+
+    return once
+
+
+@pytest.mark.parametrize(
+    ("fault", "again", "least"),
+    [
+        (lambda: refuse_then(40, well, 429), 40, 0),  # more refusals than attempts
+        (lambda: refuse_then(40, well, 503), 40, 0),
+        (lambda: refuse_then(4, well, **{"Retry-After": "2"}), 4, 2),
+        (lambda: each_once(after(30)), 5, 1.9),  # a third of the deadline
+        (lambda: each_once(hang_up), 5, 0),
+    ],
+    ids=["429", "503", "Retry-After", "no answer", "dropped connections"],
+)
+def test_a_row_is_asked_for_again(served, checkpoint, breathless, fault, again, least):
+    with pretended(checkpoint[1]) as server:
+        teacher = served(server, deadline=6.0)
+        server.asked.clear()
+        server.fault = fault()
+        with takes(least, least + 3):
+            check_equal(teacher, checkpoint[1], rows())
+        assert len(server.asked) == 4 + 1 + again
+
+
+def test_server_that_is_busy_at_start_is_waited_for(served, checkpoint, breathless):
+    with pretended(checkpoint[1], refuse_then(7, well)) as server:
+        check_equal(served(server), checkpoint[1], rows())
+
+
+@pytest.mark.parametrize(("said", "expected"), [("1", 1.0), ("0", 0), ("soon", 0), ("600", 60.0), ("", 0)])
+@pytest.mark.quick
+def test_retry_after_is_parsed_and_capped(said, expected):
+    with pytest.raises(BusyError) as busy:
+        Response("It", 503, bytearray(b"full"), "TOKEN", said).check_status()
+    assert busy.value.seconds == expected
+
+
+def test_states_that_come_late_are_right_and_warned_of_once(served, checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(servers, "_PROBE_SECONDS", 0.0)
+    with pretended(checkpoint[1], after(1.5), faulty_from=2) as server:
+        teacher = served(server, timeout=1.0)
+        for seed in range(2):
+            check_equal(teacher, checkpoint[1], rows(4, seed=seed))
+        said = f"{server.url} has not answered a request within 1 seconds; waiting up to 6.66667 (from `ddp_timeout`)"
+        assert [said in one for one in caplog.messages].count(True) == 1
+
+
+def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, checkpoint, interruptible):
+    with pretended(checkpoint[1], after(5), faulty_from=2) as server:
+        teacher = served(server)
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with takes(0, 4), pytest.raises(KeyboardInterrupt):
+            teacher.targets(rows())
+        ours = [one for one in threading.enumerate() if one.name == "trl_opsd server client"]
+        assert ours
+        assert all(one.daemon for one in ours)

@@ -1,16 +1,22 @@
-"""`teacher_server_url`: what is refused before a model is loaded, and what a checkpoint remembers of it."""
+"""`teacher_server_url`: what is refused before a model is loaded, what a checkpoint remembers of it, and which servers
+several processes may reach.
+"""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from support import serving, tiny
+import torch
+from support import forks, serving, tiny
 from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
 from trl_opsd._compat.urls import server_urls
+from trl_opsd.errors import ServerError
+from trl_opsd.losses import ForwardKL
+from trl_opsd.teacher.build import served
 
 URL = "http://127.0.0.1:8000"
 
@@ -29,50 +35,33 @@ def test_addresses_are_read_as_text_and_by_name(tmp_path, given, expected):
     assert server_urls("teacher_server_url", config.teacher_server_url) == expected
 
 
+NO_ADDRESS = ("127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://host:8000?a=b", "")
+SEVERAL = ([URL, "http://b:1"], f"{URL}, http://b:1", [URL])
+
+
 @pytest.mark.quick
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("name", "given", "said"),
     [
-        (
-            "127.0.0.1:8000",
-            "`teacher_server_url='127.0.0.1:8000'`: expected an address such as `http://127.0.0.1:8000`",
+        *(("teacher_server_url", one, f"`teacher_server_url='{one}'`: expected an address") for one in NO_ADDRESS),
+        ("teacher_server_url", 8000, "expected a valid dict"),
+        ("teacher_server_url", {"math": 3}, "`teacher_server_url['math']='3'`: expected an address"),
+        *(
+            (name, one, f"`{name}` has several addresses: expected one")
+            for name in ("teacher_server_url", "sglang_server_url", "vllm_server_base_url")
+            for one in SEVERAL
         ),
-        ("ftp://host", "expected an address"),
-        ("http://", "expected an address"),
-        ("http://host:port", "expected an address"),
-        ("http://host:8000?a=b", "expected an address"),
-        ("", "expected an address"),
-        (8000, "expected a valid dict"),
-        ({"math": 3}, r"`teacher_server_url['math']='3'`: expected an address"),
+        *(
+            ("teacher_server_url", {"math": one, "code": URL}, "`teacher_server_url['math']` has several addresses")
+            for one in SEVERAL[:2]
+        ),
+        ("teacher_server_url", "http://me:s3cret@host:8000", "contains a user or a password"),
     ],
 )
-def test_invalid_addresses_are_refused(tmp_path, given, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        OPSDConfig(str(tmp_path), teacher_server_url=given, use_cpu=True)
-
-
-@pytest.mark.quick
-@pytest.mark.refusal
-@pytest.mark.parametrize("name", ["teacher_server_url", "sglang_server_url", "vllm_server_base_url"])
-@pytest.mark.parametrize("given", [[URL, "http://b:1"], f"{URL}, http://b:1", [URL]])
-def test_several_addresses_are_refused_with_what_replaces_them(tmp_path, name, given):
-    said = rf"`{name}` has several addresses: expected one, behind which"
-    with pytest.raises(ValueError, match=said):
+def test_invalid_addresses_are_refused(tmp_path, name, given, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
         OPSDConfig(str(tmp_path), **{name: given}, use_cpu=True)
-
-
-@pytest.mark.refusal
-def test_several_addresses_of_one_of_several_teachers_are_refused(tmp_path):
-    for of_math in ("http://a:1,http://b:2", ["http://a:1", "http://b:2"]):
-        with pytest.raises(ValueError, match=r"`teacher_server_url\['math'\]` has several addresses: expected one"):
-            OPSDConfig(str(tmp_path), teacher_server_url={"math": of_math, "code": URL}, use_cpu=True)
-
-
-@pytest.mark.refusal
-def test_a_password_in_an_address_is_refused_and_not_quoted(tmp_path):
-    with pytest.raises(ValueError, match="contains a user or a password") as error:
-        OPSDConfig(str(tmp_path), teacher_server_url="http://me:s3cret@host:8000", use_cpu=True)
     assert "s3cret" not in str(error.value)
 
 
@@ -82,8 +71,8 @@ def test_a_password_in_an_address_is_refused_and_not_quoted(tmp_path):
     ("given", "said"),
     [
         ({"teacher_model": None, "teacher_model_kind": "live"}, "with teachers that are no paths, ['teacher']"),
+        ({"teacher_model": tiny.qwen2(48, seed=1)}, "with teachers that are no paths, ['teacher']"),
         ({"teacher_server_url": {"math": URL}}, "has servers for ['math']: the teachers are ['teacher']"),
-        ({"teacher_server_timeout": -1}, "`teacher_server_timeout=-1`: expected greater than or equal to 0"),
         ({}, "No teacher's server at http://127.0.0.1:9 after `teacher_server_timeout=0` seconds"),
     ],
 )
@@ -93,37 +82,60 @@ def test_options_that_conflict_with_a_server_are_refused_before_loading(make_tra
         make_trainer(**options)
 
 
-@pytest.mark.refusal
-def test_a_teacher_object_with_a_server_is_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"teachers that are no paths, \['teacher'\]: pass the path or model id"):
-        make_trainer(teacher_model=tiny.qwen2(48, seed=1), teacher_server_url=URL)
-
-
-def test_a_run_resumes_with_another_server_or_a_local_teacher(make_trainer, tmp_path):
+def test_a_run_resumes_with_another_server_or_a_local_teacher(trained, tmp_path):
     path = serving.save_teacher(tmp_path / "untied", seed=1)
     model = AutoModelForCausalLM.from_pretrained(path)
     saving = {"save_strategy": "steps", "save_steps": 1, "teacher_model": path}
+    resumed = {**saving, "max_steps": 2, "resume": str(tmp_path / "checkpoint-1")}
     with pretended(model) as one, pretended(model) as two:
-        make_trainer(**saving, max_steps=1, teacher_server_url=one.url).train()
+        trained(**saving, max_steps=1, teacher_server_url=one.url)
         for options in ({"teacher_server_url": two.url}, {}):
-            trainer = make_trainer(**saving, max_steps=2, **options)
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-            assert trainer.state.global_step == 2
-
+            assert trained(**resumed, **options).state.global_step == 2
         serving.save_teacher(tmp_path / "untied", seed=2)
         with pytest.raises(ValueError, match=r"teacher_weights: \{'head of teacher': 'sha256"):
-            make_trainer(**saving, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+            trained(**resumed)
 
 
-def test_one_of_several_teachers_may_be_behind_a_server(trained, tmp_path):
+# ---- Processes whose servers differ ----------------------------------------------------------------------------------
+
+
+def reach(path: str, case: str) -> str:
+    """What a process finds, whose server is on a port of its own."""
+    process = torch.distributed.get_rank()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    if process and case == "another teacher":
+        with torch.no_grad():
+            model.model.embed_tokens.weight[::2] *= -1  # with the same final norm
+    if process and case == "another dtype":
+        model = model.bfloat16()
+    listed = {"data": [{"id": "a teacher", "root": "untied", "max_model_len": 100 + process}]}
+    with pretended(model, models=listed) as server:
+        args = OPSDConfig("unused", report_to="none", use_cpu=True, teacher_server_url=server.url)
+        try:
+            found = f"context {served(path, server.url, args, ForwardKL(), model, tiny.tokenizer()).context}"
+        except ServerError as error:
+            found = f"{server.url} {error}"
+        torch.distributed.barrier()  # the server is there until both have asked
+    return found
+
+
+def reach_each(path: str) -> dict[str, str]:
+    """What came of it, by case."""
+    OPSDConfig("unused", report_to="none", use_cpu=True)  # which connects the processes
+    assert torch.distributed.get_world_size() == 2
+    return {case: reach(path, case) for case in ("one teacher", "another teacher", "another dtype")}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(forks.SECONDS + 60)
+def test_processes_compare_the_answers_of_their_servers(tmp_path):
     path = serving.save_teacher(tmp_path / "untied", seed=1)
-    rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
-    losses = []
-    with pretended(AutoModelForCausalLM.from_pretrained(path)) as server:
-        for options in ({}, {"teacher_server_url": {"big": server.url}, "teacher_offload": "cpu"}):
-            trainer = trained(
-                teacher_model={"big": path, "small": tiny.qwen2(48, seed=2)}, train_dataset=rows, **options
-            )
-            losses.append(tiny.logged(trainer, "loss"))
-        assert len(server.asked) > 2
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    first, second = forks.results("ddp", reach_each, path).values()
+    assert first["one teacher"] == second["one teacher"] == "context 101", "the lowest of 101 and 102"
+    for case, said in (
+        ("another teacher", "256 bytes per token in float32) is"),
+        ("another dtype", "128 bytes per token in bfloat16) is different from"),
+    ):
+        assert f"of process 1 ({second[case].split()[0]}; " in first[case]
+        for found in (first, second):
+            assert said in found[case]

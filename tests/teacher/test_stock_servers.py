@@ -12,20 +12,17 @@ from typing import Any
 import pytest
 import requests
 import torch
-from served_lab import CPU, proposed
+from served_lab import CPU, V, check_known, proposed, tokens_teacher
 from support import serving, tiny
-from test_token_servers import check_known
 from torch import Tensor
 
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher.answers import Row, Tokens
-from trl_opsd.teacher.served import ServedTeacher, answers_of
 from trl_opsd.teacher.servers import TeacherServer
 from trl_opsd.types.known import KnownTokens
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]
 
-V = tiny.VOCABULARY
 SCORING = ("--enable-scale-out", "--max-logprobs", "128")
 """Flags of a server that scores tokens."""
 CROWDED = ("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "48", "--num-gpu-blocks-override", "5")
@@ -42,12 +39,6 @@ def asked(url: str) -> TeacherServer:
     server = TeacherServer(url, 60.0, 0.0)
     server.look(tiny.tokenizer())
     return server
-
-
-def teacher_of(server: TeacherServer, path: str, targets: str) -> ServedTeacher:
-    teacher = ServedTeacher(path, server, answers_of(server, targets, path, {}, CPU, V, 8))
-    teacher.check_predictions({})
-    return teacher
 
 
 def scores(server: TeacherServer, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> KnownTokens:
@@ -67,7 +58,7 @@ def gap(server: TeacherServer, model: Any, ids: list[int], places: list[int], wa
 
 @pytest.mark.parametrize("targets", ["student_top_k", "teacher_top_k", "both_top_k"])
 def test_vllm_tells_what_its_model_computes(checkpoint, vllm, targets):
-    teacher = teacher_of(asked(vllm), checkpoint[0], targets)
+    teacher = tokens_teacher(checkpoint[0], vllm, targets)
     assert teacher.noise < 1e-6
     check_known(teacher, checkpoint[1], proposed(), targets)
 
@@ -115,8 +106,8 @@ def test_a_server_that_cannot_score_the_students_tokens_scores_its_own(checkpoin
         assert server.limits.keys() == {"teacher_top_k"}
         assert server.limits == {"teacher_top_k": 128 if flags else 20}
         with pytest.raises(ValueError, match=r"offers ..teacher_top_k.. only"):
-            teacher_of(server, checkpoint[0], "student_top_k")
-        check_known(teacher_of(server, checkpoint[0], "teacher_top_k"), checkpoint[1], proposed(), "teacher_top_k")
+            tokens_teacher(checkpoint[0], url, "student_top_k")
+        check_known(tokens_teacher(checkpoint[0], url, "teacher_top_k"), checkpoint[1], proposed(), "teacher_top_k")
 
 
 # ---- SGLang ----------------------------------------------------------------------------------------------------------
@@ -133,8 +124,8 @@ def test_sglang_tells_the_teachers_tokens_alone(checkpoint, sglang):
     server = asked(sglang)
     assert (server.api, server.limits.keys()) == ("SGLang", {"teacher_top_k"})
     with pytest.raises(ValueError, match=r"offers ..teacher_top_k.. only"):
-        teacher_of(server, checkpoint[0], "student_top_k")
-    teacher = teacher_of(server, checkpoint[0], "teacher_top_k")
+        tokens_teacher(checkpoint[0], sglang, "student_top_k")
+    teacher = tokens_teacher(checkpoint[0], sglang, "teacher_top_k")
     check_known(teacher, checkpoint[1], proposed(), "teacher_top_k")
     row = torch.randint(3, V, (server.context,), generator=torch.Generator().manual_seed(0)).tolist()
     gaps = []

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from support import tiny, vision_language
-from support.failing_server import Scoring, pretended
+from support.scores import known_teacher
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
 from trl_opsd.cli.targets import write_completions, write_targets
@@ -34,8 +34,8 @@ OPTIONS = {
     "logging_steps": 1,
     "train_dataset": ROWS,
 }
-OBJECTIVES = ["reverse_kl", "forward_kl", "jsd", "total_variation", "skewed_forward_kl"]
 TWO = {"train_dataset": ROWS.add_column("teacher", ["one", "other"] * 4)}
+TOLD = {"train_dataset": ROWS.add_column("privileged_context", [f"hint {one}" for one in range(8)])}
 
 
 def teachers():
@@ -47,11 +47,23 @@ def written(make_trainer, tmp_path):
     """Writes targets, and returns their folder."""
 
     def written(top_k=None, **given):
-        trainer = make_trainer(**{**OPTIONS, **given})
-        write_targets(trainer, tmp_path / "targets", top_k)
+        write_targets(make_trainer(**{**OPTIONS, **given}), tmp_path / "targets", top_k)
         return tmp_path / "targets"
 
     return written
+
+
+@pytest.fixture
+def lived(trained):
+    """Trains with the teacher."""
+    return lambda **given: trained(**{**OPTIONS, **given})
+
+
+@pytest.fixture
+def stored(trained, tmp_path):
+    """Trains from what was written."""
+    folder = {"teacher_model": None, "teacher_targets": str(tmp_path / "targets")}
+    return lambda **given: trained(**{**OPTIONS, **folder, **given})
 
 
 def outcome(trainer):
@@ -65,47 +77,50 @@ def assert_same(one, other):
     assert all(torch.equal(weight, other[1][name]) for name, weight in one[1].items())
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_states_train_bit_for_bit_as_the_teacher(trained, written, objective):
-    folder = written()
-    lived = trained(**OPTIONS, divergence=objective)
-    stored = trained(**OPTIONS, divergence=objective, teacher_model=None, teacher_targets=str(folder))
-    assert_same(outcome(lived), outcome(stored))
-    assert not [one for one in vars(stored.teacher).values() if hasattr(one, "parameters")]
+class Mine(Teacher):
+    """One of the user's own, whose targets are padded."""
+
+    reader = FrozenTeacher(Resident(tiny.qwen2(48, 1), torch.device("cpu")))
+    head, context = reader.head, None
+
+    def targets(self, rollout):
+        return TeacherTargets(hidden=self.reader.targets(rollout).hidden)
 
 
-@pytest.mark.parametrize(
-    "given", [TWO, {"teacher_prompt_template": "{privileged_context}: {prompt}"}], ids=["two", "told"]
-)
-def test_stored_teachers_read_what_each_would(trained, written, given):
-    models = {"teacher_model": teachers()} if given is TWO else {}
-    if not models:
-        given = {**given, "train_dataset": ROWS.add_column("privileged_context", [f"hint {one}" for one in range(8)])}
-    folder = written(**given, **models)
-    lived = trained(**{**OPTIONS, **given, **models})
-    stored = trained(**{**OPTIONS, **given}, teacher_model=None, teacher_targets=str(folder))
-    assert_same(outcome(lived), outcome(stored))
+# Options of both runs, and of that with the teacher.
+CASES = {
+    "jsd": ({"divergence": "jsd"}, dict),
+    "total variation": ({"divergence": "total_variation"}, dict),
+    "two": (TWO, lambda: {"teacher_model": teachers()}),
+    "told": ({**TOLD, "teacher_prompt_template": "{privileged_context}: {prompt}"}, dict),
+    "of one's own": ({}, lambda: {"teacher_model": Mine()}),
+    "some tokens": ({}, lambda: {"teacher_model": known_teacher(tiny.qwen2(48, seed=1), "teacher_top_k", 8)}),
+    "base": ({**TOLD, "peft_config": LoraConfig(r=4)}, lambda: {"teacher_model": None, "teacher_model_kind": "base"}),
+}
 
 
-def test_resumed_run_goes_on_from_stored_targets(trained, written, tmp_path):
-    folder = str(written())
-    options = {**OPTIONS, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    whole = trained(**options, output_dir=str(tmp_path / "whole"))
-    stored = {"teacher_model": None, "teacher_targets": folder}
-    resumed = trained(
-        **options, **stored, output_dir=str(tmp_path / "resumed"), resume=str(tmp_path / "whole/checkpoint-1")
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_states_train_bit_for_bit_as_the_teacher(lived, written, stored, case):
+    given, of_teacher = CASES[case]
+    written(**given, **of_teacher())
+    trainer = stored(**given)
+    assert_same(outcome(lived(**given, **of_teacher())), outcome(trainer))
+    assert not [one for one in vars(trainer.teacher or object).values() if hasattr(one, "parameters")]
+
+
+def test_resumed_run_goes_on_from_stored_targets(lived, written, stored, tmp_path):
+    written()
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = lived(**options, output_dir=str(tmp_path / "whole"))
+    resumed = stored(**options, output_dir=str(tmp_path / "resumed"), resume=str(tmp_path / "whole/checkpoint-1"))
     assert_same(outcome(whole), outcome(resumed))
 
 
-def test_every_row_is_written_also_those_no_whole_batch_has(trained, written):
-    rows = Dataset.from_list([*ROWS, *[{**row, "completion": f"{row['completion']}!"} for row in ROWS]]).select(
-        range(11)
-    )
-    folder = written(train_dataset=rows)
-    assert len(Store(folder).rows) == 11
-    stored = {"teacher_model": None, "teacher_targets": str(folder), "train_dataset": rows}
-    trained(**{**OPTIONS, "max_steps": 9, "shuffle_dataset": True, **stored})  # several epochs, in other orders
+def test_every_row_is_written_also_those_no_whole_batch_has(written, stored):
+    more = [{**row, "completion": f"{row['completion']}!"} for row in ROWS]
+    rows = Dataset.from_list([*ROWS, *more]).select(range(11))
+    assert len(Store(written(train_dataset=rows)).rows) == 11
+    stored(max_steps=9, shuffle_dataset=True, train_dataset=rows)  # several epochs, in other orders
 
 
 def test_top_k_keeps_each_token_and_exact_mass_of_others():
@@ -123,15 +138,14 @@ def test_top_k_keeps_each_token_and_exact_mass_of_others():
         assert float(known.rest[row]) == pytest.approx(float(probs[row, others].sum().log()), abs=2e-5)
 
 
-def test_top_k_targets_train_like_buckets_of_the_teacher(trained, written):
+def test_top_k_targets_train_like_buckets_of_the_teacher(lived, written, stored):
     folder = written(top_k=3)
-    kept = {"teacher_model": None, "teacher_targets": str(folder)}
-    losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
-    everything = outcome(trained(**OPTIONS, divergence="forward_kl"))[0]
+    losses, _ = outcome(stored(divergence="forward_kl"))
+    everything = outcome(lived(divergence="forward_kl"))[0]
     assert 0 < losses[0] < everything[0]
     shutil.rmtree(folder)
     written(top_k=tiny.VOCABULARY)
-    losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
+    losses, _ = outcome(stored(divergence="forward_kl"))
     assert losses[0] == pytest.approx(everything[0], rel=1e-5)
 
 
@@ -144,12 +158,12 @@ def test_only_tokens_that_count_are_looked_up(make_trainer, tmp_path):
     store = Store(tmp_path)
     store.add("teacher", keys_of(rollout)[0], [5, 6], [8, 9, 10], first.hidden)
     store.flush()
-    stored = StoredTeacher(store, "teacher", store.heads(torch.device("cpu"))["teacher"])
-    found = stored.targets(replace(rollout, weights=torch.tensor([[1.0, 0, 1], [0, 0, 0]]))).rows
+    teacher = StoredTeacher(store, "teacher", store.heads(torch.device("cpu"))["teacher"])
+    found = teacher.targets(replace(rollout, weights=torch.tensor([[1.0, 0, 1], [0, 0, 0]]))).rows
     assert torch.equal(found[0].hidden, first.hidden[[0, 2]])
     assert len(found[1].hidden) == 0
     with pytest.raises(ValueError, match=r"no targets of 'teacher' for 1 of 2 rows, .*'\[7\]' before .* '\[11, 12\]'"):
-        stored.targets(rollout)
+        teacher.targets(rollout)
 
 
 def test_datasets_loads_what_was_written(written, make_trainer):
@@ -223,46 +237,37 @@ OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
         ({"lmbda": 0.5}, "set `lmbda=0`"),
         ({"eval_dataset": ROWS}, "or an `eval_dataset`"),
         ({"teacher_model": tiny.qwen2(48, seed=1)}, "^`teacher_targets=.* with `teacher_model`: .* remove one of them"),
-        ({"teacher_model": teachers(), **TWO}, "with `teacher_model`: the targets of all rows are read"),
         ({"teacher_model_kind": "base"}, "with `teacher_model_kind='base'`: .* no teacher is loaded"),
-        ({"teacher_model_name_or_path": "there"}, "with `teacher_model_name_or_path='there'`: .* no teacher is loaded"),
         ({"cross_tokenizer": "bytes"}, "other tokens than the student"),
         ({"teacher_targets": "nowhere"}, "expected a folder that `trl-opsd targets` has written"),
     ],
 )
-def test_targets_of_another_run_are_refused(trained, written, given, message):
-    folder = written()
+def test_targets_of_another_run_are_refused(written, stored, given, message):
+    written()
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder), **given})
+        stored(**given)
 
 
-WEIGHED = {"loss_aggregation": "teachers", "teacher_weights": {"one": 3.0, "other": 1.0}}
-
-
-def test_teachers_on_disk_weigh_as_asked(make_trainer, trained, tmp_path):
+def test_teachers_on_disk_weigh_as_asked(lived, written, stored):
     """Though the first has a quarter of the rows."""
     rows = ROWS.add_column("teacher", ["one", *["other"] * 3] * 2)
-    options = {**OPTIONS, "train_dataset": rows, "shuffle_dataset": False, **WEIGHED}
-    write_targets(make_trainer(**options, teacher_model=teachers()), tmp_path / "targets")
-    given = {"teacher_model": None, "teacher_targets": str(tmp_path / "targets")}
-    trainer = trained(**options, **given)
+    options = {"train_dataset": rows, "shuffle_dataset": False, "loss_aggregation": "teachers"}
+    weighed = {**options, "teacher_weights": {"one": 3.0, "other": 1.0}}
+    written(**weighed, teacher_model=teachers())
+    trainer = stored(**weighed)
     for name, share in (("one", 0.75), ("other", 0.25)):
         assert tiny.logged(trainer, f"loss_share/teacher/{name}") == pytest.approx([share] * 2)
-    assert_same(outcome(trainer), outcome(trained(**options, teacher_model=teachers())))
-    wrong = {**options, **given, "teacher_weights": {"one": 3.0, "third": 1.0}}
+    assert_same(outcome(trainer), outcome(lived(**weighed, teacher_model=teachers())))
     with pytest.raises(ValueError, match=r"weights=.*'third': 1.0.*: the teachers are \['one', 'other'\]"):
-        trained(**wrong)
+        stored(**options, teacher_weights={"one": 3.0, "third": 1.0})
 
 
-def test_tokens_that_are_not_the_completion_are_refused(trained):
+def test_tokens_that_are_not_the_completion_are_refused(lived):
     ids = [WORDS(f"{text}<|im_end|>")["input_ids"] for text in GIVEN]
-    assert_same(
-        outcome(trained(**OPTIONS)),
-        outcome(trained(**{**OPTIONS, "train_dataset": ROWS.add_column("completion_ids", ids)})),
-    )
+    assert_same(outcome(lived()), outcome(lived(train_dataset=ROWS.add_column("completion_ids", ids))))
     wrong = ROWS.add_column("completion_ids", [ids[1], *ids[1:]])
     with pytest.raises(ValueError, match=r"row 0 .*the tokens in 'completion_ids' are 'the 1th of many '"):
-        trained(**{**OPTIONS, "train_dataset": wrong, "shuffle_dataset": False})
+        lived(train_dataset=wrong, shuffle_dataset=False)
 
 
 def changed(old, new):
@@ -288,21 +293,21 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("pattern", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_named(trained, written, pattern, damage, message):
-    [path] = (folder := written()).glob(pattern)
+def test_damage_is_named(written, stored, pattern, damage, message):
+    [path] = written().glob(pattern)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message):
-        trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder)})
+        stored()
     path.unlink()
     if path.name != HEADER:
         assert len(Store(written()).rows) == 8
 
 
-def test_rows_of_another_teacher_are_named(trained, written, tmp_path):
+def test_rows_of_another_teacher_are_named(written, stored, tmp_path):
     first = written().rename(tmp_path / "first")
     shutil.copy(written(teacher_model=tiny.qwen2(48, seed=5)) / HEADER, first)
     with pytest.raises(ValueError, match=PART):
-        trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(first)})
+        stored(teacher_targets=str(first))
 
 
 def test_folder_with_other_targets_is_not_added_to(written):
@@ -312,43 +317,6 @@ def test_folder_with_other_targets_is_not_added_to(written):
         with pytest.raises(ValueError, match="has the targets of another run"):
             written(**given)
     assert (folder / HEADER).read_bytes() == before
-
-
-def test_base_of_a_student_need_not_be_kept(make_trainer, trained, tmp_path):
-    data = ROWS.add_column("privileged_context", [f"hint {one}" for one in range(8)])
-    own = {"teacher_model": None, "teacher_model_kind": "base", "train_dataset": data}
-
-    def options():
-        return {**OPTIONS, **own, "model": tiny.qwen2(32), "peft_config": LoraConfig(r=4)}
-
-    write_targets(make_trainer(**options()), tmp_path / "targets")
-    stored = trained(**options() | {"teacher_model_kind": None, "teacher_targets": str(tmp_path / "targets")})
-    assert_same(outcome(trained(**options())), outcome(stored))
-
-
-@pytest.mark.parametrize("top_k", [None, 8])
-def test_targets_of_a_teacher_of_ones_own_are_written(written, top_k):
-    class Mine(Teacher):
-        reader = FrozenTeacher(Resident(tiny.qwen2(48, 1), torch.device("cpu")))
-        head, context = reader.head, None
-
-        def targets(self, rollout):
-            return TeacherTargets(hidden=self.reader.targets(rollout).hidden)
-
-    assert len(Store(written(top_k, teacher_model=Mine())).rows) == 8
-
-
-def test_server_of_tokens_is_kept_as_it_told(make_trainer, trained, tmp_path):
-    teacher = tiny.qwen2(48, seed=1)
-    for one in (teacher, WORDS):
-        one.save_pretrained(tmp_path / "teacher")
-    with pretended(teacher, kind=Scoring, words=WORDS) as server:
-        asked = {"teacher_server_targets": "teacher_top_k", "teacher_server_top_k": 8}
-        options = {**OPTIONS, "teacher_model": str(tmp_path / "teacher"), "teacher_server_url": server.url, **asked}
-        write_targets(make_trainer(**options), tmp_path / "targets")
-        lived = trained(**options)
-    stored = trained(**OPTIONS | {"teacher_model": None, "teacher_targets": str(tmp_path / "targets")})
-    assert_same(outcome(lived), outcome(stored))
 
 
 def test_images_are_part_of_what_a_row_is_found_by(tmp_path):
@@ -363,10 +331,10 @@ def test_images_are_part_of_what_a_row_is_found_by(tmp_path):
         return OPSDTrainer(**arguments, args=tiny.config(tmp_path / "run", **options), train_dataset=rows)
 
     assert len(write_targets(trainer(), tmp_path / "targets").rows) == 4
-    lived, stored = trainer(), trainer(teacher_targets=str(tmp_path / "targets"))
-    for one in (lived, stored):
+    both = trainer(), trainer(teacher_targets=str(tmp_path / "targets"))
+    for one in both:
         one.train()
-    assert_same(outcome(lived), outcome(stored))
+    assert_same(*map(outcome, both))
     swapped = [{**data[one], "images": data[other]["images"]} for one, other in enumerate((1, 0, 2, 3))]
     with pytest.raises(ValueError, match=r"no targets of 'teacher' for . of . rows"):
         trainer(Dataset.from_list(swapped, data.features), teacher_targets=str(tmp_path / "targets")).train()

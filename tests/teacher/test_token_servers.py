@@ -1,4 +1,4 @@
-"""A teacher on a server that generates: what it tells is that of the model."""
+"""A teacher on a server that generates: what it tells is that of the model, also where it meets other options."""
 
 from __future__ import annotations
 
@@ -7,62 +7,30 @@ from typing import Any
 import pytest
 import torch
 from divergences import EntropyAwareKL
-from served_lab import CPU, proposed
-from support import tiny
+from served_lab import V, check_known, proposed, tokens_teacher
+from support import serving, tiny
 from support.failing_server import Pretended, Scoring, pretended
+from support.rollouts import Apart
 from support.scores import known_teacher
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from trl_opsd import OPSDTrainer
 from trl_opsd.errors import ServerError
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.teacher import servers
 from trl_opsd.teacher.answers import kl
-from trl_opsd.teacher.served import ServedTeacher, answers_of, chosen_targets
+from trl_opsd.teacher.served import chosen_targets
 from trl_opsd.teacher.servers import TeacherServer
-from trl_opsd.types import Rollout
-from trl_opsd.types.known import KnownTokens
-
-V, K = tiny.VOCABULARY, 8
 
 
 def scoring(model: Any, fault: Any = None, **given: Any) -> Any:
     return pretended(model, fault, kind=Scoring, **{"words": tiny.tokenizer(), **given})
 
 
-def known(checkpoint: Any, server: Any, targets: str = "both_top_k", top_k: int | None = K) -> Any:
-    asked = TeacherServer(server.url, 20.0, 0.0)
-    asked.look(tiny.tokenizer())
-    return ServedTeacher(checkpoint[0], asked, answers_of(asked, targets, checkpoint[0], {}, CPU, V, top_k))
-
-
-def check_known(teacher: ServedTeacher, model: Any, rollout: Rollout, targets: str = "both_top_k") -> None:
-    """Each row's tokens, log-probabilities and rest are those of the model that reads the row alone."""
-    found = teacher.targets(rollout).rows
-    lists = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
-    for number, (prompt, completion) in enumerate(lists):
-        places = rollout.counts[number].nonzero().flatten().tolist()
-        assert found[number].places.tolist() == places
-        with torch.no_grad():
-            logs_LV = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].log_softmax(-1)
-        told = KnownTokens.unpack(found[number].hidden)
-        for row, place in enumerate(places):
-            own, log_V = completion[place], logs_LV[len(prompt) + place - 1]
-            ids = {
-                *(rollout.candidates[number, place].tolist() if targets != "teacher_top_k" else [own]),
-                *(log_V.topk(K).indices.tolist() if targets != "student_top_k" else [own]),
-            }
-            assert {*told.ids[row].tolist()} == ids
-            assert int(told.ids[row, 0]) == own
-            torch.testing.assert_close(told.logprobs[row], log_V[told.ids[row]], rtol=1e-6, atol=1e-6)
-            rest = (1 - log_V[[*ids]].double().exp().sum()).log()
-            assert float(told.rest[row]) == pytest.approx(float(rest), abs=1e-5)
-
-
 APIS = {
-    "vLLM": ({}, {"student_top_k", "teacher_top_k"}),
-    "vLLM without the route": ({"scores_tokens": False}, {"teacher_top_k"}),
-    "SGLang": ({"api": "sglang"}, {"teacher_top_k"}),
+    "vLLM": ({}, ["student_top_k", "teacher_top_k", "both_top_k"]),
+    "vLLM without the route": ({"scores_tokens": False}, ["teacher_top_k"]),
+    "SGLang": ({"api": "sglang"}, ["teacher_top_k"]),
 }
 
 
@@ -71,68 +39,63 @@ def test_each_server_tells_what_its_model_computes(checkpoint, name):
     given, offers = APIS[name]
     with scoring(checkpoint[1], **given) as server:
         for targets in ("student_top_k", "teacher_top_k", "both_top_k"):
-            if {*offers} >= {"student_top_k", "teacher_top_k"} & {targets} and (
-                targets != "both_top_k" or len(offers) == 2
-            ):
-                teacher = known(checkpoint, server, targets=targets)
-                check_known(teacher, checkpoint[1], proposed(), targets)
-                assert name.split(" w")[0] in str(teacher)
-                assert teacher.noise < 1e-9
-                assert teacher.context == (99 if name == "SGLang" else 191)
-            else:
+            if targets not in offers:
                 with pytest.raises(ValueError, match=r"`teacher_server_targets='(student|both)_top_k'`: the teacher's"):
-                    known(checkpoint, server, targets=targets)
+                    tokens_teacher(checkpoint[0], server.url, targets)
+                continue
+            teacher = tokens_teacher(checkpoint[0], server.url, targets)
+            check_known(teacher, checkpoint[1], proposed(), targets)
+            assert name.split(" w")[0] in str(teacher)
+            assert teacher.noise < 1e-9
+            assert teacher.context == (99 if name == "SGLang" else 191)
 
 
 def test_what_is_asked_for_follows_from_the_divergence():
-    offers = frozenset({"student_top_k", "teacher_top_k"})
-    found = {name: chosen_targets(offers, made()) for name, made in DIVERGENCES.items()}
-    of_student = {"sampled_reverse_kl"}
-    of_teacher = {"forward_kl", "skewed_forward_kl"}
-    for name, targets in found.items():
-        expected = "student_top_k" if name in of_student else "teacher_top_k" if name in of_teacher else "both_top_k"
-        assert targets == expected
-    assert chosen_targets(frozenset({"states"}), DIVERGENCES["jsd"]()) == "states"
-    assert chosen_targets(frozenset({"teacher_top_k"}), DIVERGENCES["reverse_kl"]()) == "teacher_top_k"
+    both = {"student_top_k", "teacher_top_k"}
+    expected = {"sampled_reverse_kl": "student_top_k", "forward_kl": "teacher_top_k"}
+    expected["skewed_forward_kl"] = "teacher_top_k"
+    for name, made in DIVERGENCES.items():
+        assert chosen_targets(both, made()) == expected.get(name, "both_top_k")
+    assert chosen_targets({"states"}, DIVERGENCES["jsd"]()) == "states"
+    assert chosen_targets({"teacher_top_k"}, DIVERGENCES["reverse_kl"]()) == "teacher_top_k"
 
 
-def test_a_pooling_server_offers_states_alone(checkpoint):
-    said = r"offers \['states'\] only: set one of these, or start vLLM 0.32 or newer with `vllm serve TEACHER --enable"
-    with pretended(checkpoint[1]) as server, pytest.raises(ValueError, match=said):
-        known(checkpoint, server)
-
-
-def test_a_server_of_another_api_or_tokenizer_is_refused(checkpoint):
+def misreading() -> Any:
     words = tiny.tokenizer()
     words.decode = lambda ids: "something else"
-    for given, said in (
-        ({"api": "other"}, "expected a vLLM or SGLang server"),
-        ({"words": words}, "another tokenizer"),
-    ):
-        with scoring(checkpoint[1], **given) as server, pytest.raises(ValueError, match=said):
-            known(checkpoint, server)
+    return words
+
+
+@pytest.mark.parametrize(
+    ("given", "top_k", "said"),
+    [
+        ({"kind": Pretended}, 8, r"offers \['states'\] only"),
+        ({"kind": Scoring, "api": "other"}, 8, "expected a vLLM or SGLang server"),
+        ({"kind": Scoring, "words": misreading()}, 8, "another tokenizer"),
+        ({"kind": Scoring, "most": 20}, 21, "tells 20 tokens per position at most"),
+    ],
+)
+def test_a_server_that_cannot_tell_what_is_asked_is_refused(checkpoint, given, top_k, said):
+    with pretended(checkpoint[1], **given) as server, pytest.raises(ValueError, match=said):
+        tokens_teacher(checkpoint[0], server.url, top_k=top_k)
+
+
+def test_as_many_tokens_are_asked_for_as_a_server_tells(checkpoint):
+    with scoring(checkpoint[1], most=20) as server:
+        assert tokens_teacher(checkpoint[0], server.url, top_k=None).student_k == 20
 
 
 def test_equal_rows_are_asked_once_and_own_tokens_ahead(checkpoint):
     with scoring(checkpoint[1]) as server:
-        teacher, rollout = known(checkpoint, server, targets="teacher_top_k"), proposed()
+        teacher, rollout = tokens_teacher(checkpoint[0], server.url, "teacher_top_k"), proposed()
         server.asked.clear()
         teacher.expect(rollout)
         check_known(teacher, checkpoint[1], rollout, "teacher_top_k")
         assert len(server.asked) == 4 + 1, "and one of the first rows again; 0 and 1 are one row, 2 counts nowhere"
-        teacher = known(checkpoint, server, targets="student_top_k")
+        teacher = tokens_teacher(checkpoint[0], server.url, "student_top_k")
         server.asked.clear()
         teacher.expect(rollout)
         assert not server.asked, "the student has not read them yet"
-
-
-def test_more_tokens_than_a_server_tells_are_refused(checkpoint):
-    with scoring(checkpoint[1], most=20) as server:
-        assert known(checkpoint, server, top_k=None).student_k == 20
-        with pytest.raises(
-            ValueError, match="tells 20 tokens per position at most: set 20, or start it with `--max-lo"
-        ):
-            known(checkpoint, server, top_k=21)
 
 
 @pytest.mark.long
@@ -145,7 +108,7 @@ def test_noise_is_that_of_two_answers(checkpoint):
         return server.computed(server.row.ids, near).float() if server.row.ids[-2:-1] == [1] else logs_LV
 
     with scoring(checkpoint[1], rounded) as server:
-        teacher = known(checkpoint, server)
+        teacher = tokens_teacher(checkpoint[0], server.url)
     ids = [place * (V - 1) // 7 for place in range(6)]
     with torch.no_grad():
         p_LV, q_LV = (
@@ -153,54 +116,22 @@ def test_noise_is_that_of_two_answers(checkpoint):
         )
     whole = float((p_LV.exp() * (p_LV - q_LV)).sum(1).median())
     assert 0.1 * whole < teacher.noise <= 1.1 * whole, "of buckets it is at most that"
-    assert kl([{0: -0.1}], [{0: -0.1}]) == 0.0
 
 
-def test_an_id_beyond_the_vocabulary_is_not_sent(checkpoint):
-    with scoring(checkpoint[1]) as server:
-        teacher, rollout = known(checkpoint, server), proposed()
-        rollout.completion_ids[5, 0] = V
-        server.asked.clear()
-        with pytest.raises(ValueError, match=f"token id {V}, but the teacher's vocabulary has {V}"):
-            teacher.targets(rollout)
-        assert not server.asked
-
-
-def test_training_with_all_tokens_told_is_as_with_the_teacher(checkpoint, tmp_path):
-    losses = []
+def test_training_with_all_tokens_told_is_as_with_the_teacher(trained, make_trainer, checkpoint):
+    given = {"teacher_model": checkpoint[0], "rollout": None, "max_steps": 2, "divergence": "jsd", "beta": 0.3}
+    expected = tiny.logged(trained(**given), "loss")
     with scoring(checkpoint[1], most=400) as server:
-        for number, given in enumerate(({}, {"teacher_server_url": server.url, "teacher_server_top_k": V})):
-            args = tiny.config(tmp_path / str(number), max_steps=2, divergence="jsd", beta=0.3, **given)
-            trainer = OPSDTrainer(
-                model=tiny.qwen2(32),
-                teacher_model=checkpoint[0],
-                args=args,
-                train_dataset=tiny.rows(),
-                processing_class=tiny.tokenizer(),
-            )
-            trainer.train()
-            losses.append(tiny.logged(trainer, "loss"))
-    assert "the student's 259 likeliest tokens and its own 259" in str(trainer.teacher)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", [Scoring, pytest.param(Pretended, marks=pytest.mark.long)])
-def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
-    tuned = tiny.qwen2(64, seed=1)
-    tuned.load_state_dict(checkpoint[1].state_dict())
-    with torch.no_grad():
-        tuned.model.layers[0].mlp.up_proj.weight.mul_(-1)  # with the same norms and head
-    for model, said in ((checkpoint[1], None), (tuned, "from the checkpoint .*: it serves another model")):
-        with pretended(model, kind=kind) as server:
-            args = tiny.config(tmp_path / str(said is None), teacher_server_url=server.url, max_steps=1)
-            given = {"train_dataset": tiny.rows(), "processing_class": tiny.tokenizer(), "args": args}
-            if said is not None:
-                with pytest.raises(ServerError, match=said):
-                    OPSDTrainer(model=tiny.qwen2(32), teacher_model=checkpoint[0], **given)
-                continue
-            trainer = OPSDTrainer(model=tiny.qwen2(32), teacher_model=checkpoint[0], **given)
-            trainer.train()
-            assert 0 <= trainer.teacher.noise < 1e-6
+        trainer = trained(**given, teacher_server_url=server.url, teacher_server_top_k=V)
+        assert tiny.logged(trainer, "loss") == pytest.approx(expected, rel=1e-5)
+        assert "the student's 259 likeliest tokens and its own 259" in str(trainer.teacher)
+        assert 0 <= trainer.teacher.noise < 1e-6
+        with torch.no_grad():
+            server.model = tiny.qwen2(64, seed=1).eval()
+            server.model.load_state_dict(checkpoint[1].state_dict())
+            server.model.model.layers[0].mlp.up_proj.weight.mul_(-1)  # a fine-tune has the same norms and head
+        with pytest.raises(ServerError, match=r"from the checkpoint .*: it serves another model"):
+            make_trainer(**given, teacher_server_url=server.url)
 
 
 @pytest.mark.parametrize(
@@ -215,12 +146,12 @@ def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
         ({"certificate": True}, "`methods='Certificate'`"),
     ],
 )
-def test_what_needs_a_whole_distribution_is_refused_before_training(tmp_path, given, named):
-    teacher = known_teacher(tiny.qwen2(48, seed=1), "both_top_k", 4)
-    rows = tiny.rows().add_column("contrast_context", ["wrong"] * 8) if "contrast_weight" in given else tiny.rows()
-    options = {"train_dataset": rows, "processing_class": tiny.tokenizer(), "args": tiny.config(tmp_path, **given)}
+def test_what_needs_a_whole_distribution_is_refused_before_training(make_trainer, given, named):
+    teacher, rows = known_teacher(tiny.qwen2(48, seed=1), "both_top_k", 4), tiny.rows()
+    if "contrast_weight" in given:
+        rows = rows.add_column("contrast_context", ["wrong"] * 8)
     with pytest.raises(ValueError, match=f"{named} needs the whole distribution .* of 'teacher'"):
-        OPSDTrainer(model=tiny.qwen2(32), teacher_model=teacher, **options)
+        make_trainer(teacher_model=teacher, train_dataset=rows, **given)
 
 
 def test_servers_that_tell_no_token_in_common_are_apart():
@@ -245,3 +176,62 @@ def test_a_passing_fault_is_not_another_kind(checkpoint, monkeypatch):
         asked.look()
         assert asked.limits.keys() == {"student_top_k", "teacher_top_k"}
         assert sorted(refused) == ["/inference/v1/generate", "/v1/completions"]
+
+
+# ---- With overlap, evaluation, the report, resuming and other teachers -----------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("targets", ["student_top_k", "teacher_top_k"])
+def test_overlap_evaluation_and_report_change_no_loss(trained, checkpoint, tmp_path, targets):
+    found = []
+    with scoring(checkpoint[1]) as server:
+        for overlap in (None, "step", "ahead"):
+            given = {"overlap": overlap, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": tiny.rows()}
+            given |= {"teacher_server_targets": targets, "teacher_server_top_k": 6, "divergence": "jsd", "beta": 0.5}
+            made = trained(
+                teacher_model=checkpoint[0],
+                rollout=Apart(tiny.recorded(tiny.tokenizer())),
+                teacher_server_url=server.url,
+                report=True,
+                output_dir=str(tmp_path / str(overlap)),
+                **given,
+            )
+            found.append([*tiny.logged(made, "loss"), *tiny.logged(made, "eval_loss")])
+            assert (tmp_path / str(overlap) / "report.html").exists()
+    assert len(found[0]) == 6
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.long
+def test_other_targets_are_another_objective_to_a_resume(trained, checkpoint):
+    with scoring(checkpoint[1]) as server:
+        given = {"teacher_model": checkpoint[0], "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+        given |= {"teacher_server_url": server.url, "teacher_server_top_k": 6, "rollout": None}
+        given |= {"teacher_server_targets": "student_top_k"}
+        trained(**{**given, "max_steps": 3})
+        trained(**given, resume=True)
+        for other in ({"teacher_server_top_k": 7}, {"teacher_server_targets": "teacher_top_k"}):
+            with pytest.raises(ValueError, match="teachers: "):
+                trained(**{**given, **other}, resume=True)
+
+
+def test_teachers_behind_either_server_and_here_teach_together(trained, checkpoint, tmp_path):
+    """The first tells all of its tokens, the second states, the third is here; all are told more than the student."""
+    other = serving.save_teacher(tmp_path / "other", seed=2)
+    rows = tiny.rows().add_column("teacher", ["a", "b", "c", "a"] * 2)
+    rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(8)])
+    losses = []
+    with scoring(checkpoint[1], most=400) as one, pretended(AutoModelForCausalLM.from_pretrained(other)) as two:
+        told = {"teacher_server_url": {"a": one.url, "b": two.url}, "teacher_server_top_k": V, "max_steps": 2}
+        for given in ({"max_steps": 2}, told):
+            made = trained(
+                teacher_model={"a": checkpoint[0], "b": other, "c": tiny.llama(64, seed=2)},
+                teacher_prompt_template="{privileged_context} {prompt}",
+                train_dataset=rows,
+                divergence="forward_kl",
+                **given,
+            )
+            losses.append(tiny.logged(made, "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
