@@ -16,9 +16,9 @@ from typing import Any
 import safetensors.torch
 import torch
 import transformers.modeling_utils
-from support import tiny
+from support.witnessed_run import Watched
+from support.witnessed_run import trainer as made
 
-from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.checkpoints import checkpoint_to_resume, problems
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -75,8 +75,8 @@ class Deadline:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_again(trainer: OPSDTrainer, last: int | None) -> list[str]:
-    """Saves step 2, over a checkpoint of step 2 if there is one, and returns the changes made to the folder."""
+def save_again(trainer: Watched, last: int) -> list[str]:
+    """Saves step 2 and returns the changes made to the folder."""
     deadline = Deadline(Path(trainer.args.output_dir), last)
     deadline.arm()
     trainer.state.global_step = 2
@@ -94,48 +94,25 @@ def in_a_fork(act: Callable[[], Any], answer: Path) -> int:
 
 
 def killed(folder: Path) -> list[dict[str, Any]]:
-    """For each kill: where it happened, what it left, and the checkpoint to resume from; each series ends with an
-    undisturbed save.
-    """
-    words = tiny.tokenizer()
-    trainer = OPSDTrainer(
-        model=tiny.qwen2(32, seed=0),
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=tiny.config(folder / "first", max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1),
-        train_dataset=tiny.rows(),
-        processing_class=words,
-        rollout=FixedRollout(tiny.recorded(words)),
-    )
-    trainer.args.max_steps = 1
+    """For each kill, what it left, and the checkpoint to resume from; the last save is not disturbed."""
+    once = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "eval_strategy": "no"}
+    trainer, kills = made(folder / "first", "full", max_steps=1, **once), list[dict[str, Any]]()
     trainer.train()
-
-    kills: list[dict[str, Any]] = []
-    for steps in ((1,), (1, 2)):  # a new checkpoint, and one that replaces another, which differs from the rename on
-        before = folder / f"before-{len(steps)}"
-        shutil.copytree(folder / "first", before)
-        if 2 in steps:
-            trainer.args.output_dir, trainer.args.save_total_limit = str(before), None
-            in_a_fork(lambda: save_again(trainer, None), folder / "second.json")
-        trainer.args.save_total_limit = 1
-        first = next(number for number, change in enumerate(kills[-1]["changes"]) if "rename" in change) if kills else 0
-        for last in itertools.count(first + 1):
-            out, answer = folder / f"{len(steps)}-{last}", folder / "seen.json"
-            shutil.copytree(before, out)
-            trainer.args.output_dir = str(out)
-            status = in_a_fork(lambda last=last: save_again(trainer, last), answer)
-            named = [path for path in out.iterdir() if path.name.startswith("checkpoint-")]
-            goes_on, remarks = checkpoint_to_resume(True, out)
-            kills.append(
-                {
-                    "had": list(steps),
-                    "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
-                    "half_written": [path.name for path in named if problems(path)],
-                    "goes_on_from": goes_on.name,
-                    "remarks": remarks,
-                    "out": str(out),
-                }
-            )
-            if status == 0:
-                kills[-1]["changes"] = json.loads(answer.read_text())
-                break
-    return kills
+    for last in itertools.count(1):
+        out, answer = folder / f"{last}", folder / "seen.json"
+        shutil.copytree(folder / "first", out)
+        trainer.args.output_dir = str(out)
+        status = in_a_fork(lambda last=last: save_again(trainer, last), answer)
+        named = [path for path in out.iterdir() if path.name.startswith("checkpoint-")]
+        goes_on, remarks = checkpoint_to_resume(True, out)
+        kills.append(
+            {
+                "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+                "half_written": [path.name for path in named if problems(path)],
+                "goes_on_from": goes_on.name,
+                "remarks": remarks,
+                "out": str(out),
+            }
+        )
+        if status == 0:
+            return [*kills[:-1], kills[-1] | {"changes": json.loads(answer.read_text())}]

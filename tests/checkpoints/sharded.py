@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kill_saves import Deadline, of_any_step
+from kill_saves import Deadline
 from support import forks
 from support.witnessed_run import Watched
 from transformers import TrainerCallback
@@ -23,7 +23,6 @@ from trl_opsd.checkpoints import checkpoint_to_resume, problems
 Make = Callable[..., Watched]
 """[`watched.trainer`] with its models bound."""
 STOPPED_FROM = 2
-FINISHED = 3
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 Resumes = dict[str, tuple[int, ...]]
 """The steps to resume at, by variant: 3 is in the middle of the second epoch, and at 4 the third begins."""
@@ -38,9 +37,7 @@ KILLS = (
 
 
 def resume(make: Make, folder: Path, resumes: Resumes) -> dict[str, Any]:
-    """For each variant an uninterrupted run, and some resumed from its checkpoints in another folder; and one that had
-    already trained all its steps.
-    """
+    """For each variant an uninterrupted run, and some resumed from its checkpoints in another folder."""
     seen: dict[str, Any] = {}
     for variant, steps in resumes.items():
         whole = make(folder / variant, variant, **EACH_STEP)
@@ -51,9 +48,6 @@ def resume(make: Make, folder: Path, resumes: Resumes) -> dict[str, Any]:
             other = make(folder / "elsewhere", variant)
             other.train(resume_from_checkpoint=str(folder / variant / f"checkpoint-{step}"))
             seen[variant]["resumed"][step] = asdict(other.witness)
-    done = make(folder / "elsewhere", "full", max_steps=FINISHED)
-    done.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{FINISHED}"))
-    seen["finished"] = {"step": done.state.global_step, **asdict(done.witness)}
     seen["strategy"] = [str(whole.accelerator.distributed_type), whole.accelerator.num_processes]
     return seen
 
@@ -85,10 +79,7 @@ def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
     return found
 
 
-PARTS: dict[str, Callable[[Make, Path, Path], Any]] = {
-    "stopped": stop,
-    "late": be_late,
-}
+PARTS: dict[str, Callable[[Make, Path, Path], Any]] = {"stopped": stop, "late": be_late}
 
 
 def tried(make: Make, folder: Path, resumes: Resumes, parts: tuple[str, ...]) -> dict[str, Any]:
@@ -97,15 +88,13 @@ def tried(make: Make, folder: Path, resumes: Resumes, parts: tuple[str, ...]) ->
     return found | {part: PARTS[part](make, folder / part, begin) for part in parts}
 
 
-def save_once(make: Make, folder: Path, note: Path, rank: int, change: str | None) -> list[str]:
+def save_once(make: Make, folder: Path, note: Path, rank: int, change: str) -> None:
     """Resumes from the newest checkpoint for one step and saves; one process is killed at a change to the folder."""
     run = make(folder, "full", **EACH_STEP, save_total_limit=1)
     process = run.accelerator.process_index
     run.add_callback(OneStep(run, note.with_suffix(f".{process}.json")))
-    deadline = Deadline(folder, change if process == rank else None, _mark(note, process))
-    deadline.arm()
+    Deadline(folder, change if process == rank else None, _mark(note, process)).arm()
     run.train(resume_from_checkpoint=True)
-    return [*map(of_any_step, deadline.seen)]
 
 
 class OneStep(TrainerCallback):
@@ -144,26 +133,11 @@ def _mark(note: Path, process: int) -> Path:
     return note.with_suffix(f".{process}.killed")
 
 
-def every_change(make: Make, folder: Path) -> list[tuple[int, str]]:
-    """The changes that each process of an undisturbed save makes; it leaves one more checkpoint in the folder."""
-    changes = forks.results("zero3_cpu", save_once, make, folder, folder.parent / "through", 0, None)
-    # The folder of the shards is made by the process that comes first, which is not the same one each time.
-    return [
-        (rank, change)
-        for rank, seen in changes.items()
-        for change in dict.fromkeys(seen)
-        if not (change.startswith("os.mkdir") and "global_step" in change)
-    ]
-
-
-def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, Any]]:
+def kill(make: Make, folder: Path, start: Path) -> list[dict[str, Any]]:
     """Starts a pair of processes for each kill, which resumes from what the last one left."""
     out, kills = folder / "out", []
     shutil.copytree(start, out / start.name)
-    for number, (rank, change) in enumerate(every_change(make, out) if every else KILLS):
-        if checkpoint_to_resume(True, out)[0].name > "checkpoint-4":  # the last epoch would soon be over
-            shutil.rmtree(out)
-            shutil.copytree(start, out / start.name)
+    for number, (rank, change) in enumerate(KILLS):
         newest, note = checkpoint_to_resume(True, out)[0].name, folder / f"kill-{number}"
         forks.launched("zero3_cpu", save_once, make, out, note, rank, change)
         kills.append(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,16 +26,6 @@ RUNS: dict[str, tuple[str, Resumes, tuple[str, ...]]] = {
 """Strategy, the steps to resume at, and what else is tried; each is one launch."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One launch: its strategy, where it saved, and what each rank found."""
-
-    strategy: str
-    resumes: Resumes
-    folder: Path
-    ranks: dict[int, dict[str, Any]]
-
-
 def each_run(part: str | None = None) -> Any:
     names = [name for name, (_, _, parts) in RUNS.items() if part is None or part in parts]
     marked = [pytest.param(name, marks=[pytest.mark.long] * ("everything" in name)) for name in names]
@@ -49,10 +38,12 @@ def make(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(request, make, tmp_path_factory) -> Run:
+def run(request, make, tmp_path_factory) -> SimpleNamespace:
+    """One launch: its strategy, where it saved, and what each rank found."""
     strategy, resumes, parts = RUNS[request.param]
     folder = tmp_path_factory.mktemp("sharded")
-    return Run(strategy, resumes, folder, forks.results(strategy, tried, make, folder, resumes, parts))
+    ranks = forks.results(strategy, tried, make, folder, resumes, parts)
+    return SimpleNamespace(strategy=strategy, resumes=resumes, folder=folder, ranks=ranks)
 
 
 @each_run()
@@ -74,12 +65,6 @@ def test_resumed_run_of_two_processes_equals_uninterrupted_one(run, variant):
             assert resumed["weights"] == whole["weights"][step:]
 
 
-@each_run()
-def test_two_processes_train_no_step_of_finished_run(run):
-    for found in run.ranks.values():
-        assert found["finished"] == {"step": 3, "written": [], "losses": [], "weights": []}
-
-
 @each_run("stopped")
 def test_signal_to_one_process_stops_both_at_same_saved_step(run):
     for found in run.ranks.values():
@@ -98,16 +83,14 @@ def test_checkpoint_gets_its_name_after_last_process_has_written(run):
     assert (run.folder / "late" / "checkpoint-3").is_dir()
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every change"])
 @pytest.mark.parametrize("run", ["zero3"], indirect=True)
-def test_kill_under_zero3_loses_no_checkpoint_and_new_processes_resume(run, make, tmp_path, every):
-    kills = kill(make, tmp_path, run.folder / "full" / f"checkpoint-{STOPPED_FROM}", every)
-    assert every or [one["left"] for one in kills] == ["checkpoint-2", "checkpoint-3"], "the second has all files"
+def test_kill_under_zero3_loses_no_checkpoint_and_new_processes_resume(run, make, tmp_path):
+    kills = kill(make, tmp_path, run.folder / "full" / f"checkpoint-{STOPPED_FROM}")
+    assert [one["left"] for one in kills] == ["checkpoint-2", "checkpoint-3"], "the second has all files"
     for one in kills:
         assert one["killed"] == [one["rank"]]
         assert one["half_written"] == []
         step = int(one["newest"].partition("-")[2])
-        assert one["left"] in (f"checkpoint-{step}", f"checkpoint-{step + 1}")
         for rank, note in enumerate(one["went_on"]):
             whole = run.ranks[rank]["full"]["whole"]
             assert note == {"from": step, "losses": whole["losses"][2 * step : 2 * step + 2]}

@@ -1,4 +1,4 @@
-"""Sets of options, each trained in one process: those in tables of other tests, and what these leave out."""
+"""Trainings on the simulated device, each in one process: what they learn, and what the host waits for in a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import inspect
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,17 @@ import variants
 import worlds
 from datasets import Dataset
 from peft import LoraConfig
-from small_methods import Discounted
 from support import simulated_device, tiny, vision_language
 from support.byte_languages import byte_pairs
 from support.rollouts import Answering
+from support.simulated_device import waits
+from transformers import TrainerCallback
 from visits import SkipNear
 
 from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd.bytes import teacher as bytewise
 from trl_opsd.losses.registry import DIVERGENCES
+from trl_opsd.teacher import comparison
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 SIZES = {"max_steps": 2, "gradient_accumulation_steps": 2}
@@ -54,47 +59,29 @@ def by_bytes(**more: Any) -> dict[str, Any]:
     return {**models, **words, "train_dataset": columns(), "cross_tokenizer": "bytes", **more}
 
 
-def several(hint: bool = False, **more: Any) -> dict[str, Any]:
-    texts = {f"{kind}_context": [f"{kind} {row}" for row in range(8)] for kind in ("privileged", "contrast") if hint}
+TEXTS = {f"{kind}_context": [f"{kind} {row}" for row in range(8)] for kind in ("privileged", "contrast")}
+
+
+def several(**more: Any) -> dict[str, Any]:
     teachers = {"a": tiny.qwen2(48, 1), "b": tiny.qwen2(32, 2)}
-    return {"teacher_model": teachers, "train_dataset": columns(teacher=["a", "b"] * 4, **texts), **more}
+    return {"teacher_model": teachers, "train_dataset": columns(teacher=["a", "b"] * 4, **TEXTS), **more}
 
 
 def contrast(**more: Any) -> dict[str, Any]:
-    texts = {
-        "privileged_context": [f"hint {row}" for row in range(8)],
-        "contrast_context": [f"no {row}" for row in range(8)],
-    }
-    return {
-        "train_dataset": columns(**texts),
-        "contrast_weight": 0.5,
-        "contrast_clip": 2.0,
-        "anchor_weight": 0.1,
-        **more,
-    }
+    weights = {"contrast_weight": 0.5, "contrast_clip": 2.0, "anchor_weight": 0.1}
+    return {"train_dataset": columns(**TEXTS), **weights, **more}
 
 
 EVALUATED = {"eval_dataset": tiny.rows(4), "eval_strategy": "steps", "eval_steps": 1}
 GROUPS = {"num_generations": 2, "reward_funcs": lengths}
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"divergence {name}": partial(dict, divergence=name) for name in DIVERGENCES},
-    "k likeliest": lambda: {"top_k_teacher": 5},
-    "clip": lambda: {"kl_clip": 0.05},
     "generation": lambda: {"rollout": HFRollout()},
     "importance": lambda: {"rollout": HFRollout(), "divergence": "sampled_reverse_kl", "num_generations": 2},
     "sequences of the teacher": lambda: {"seq_kd": True, "lmbda": 0.5},
-    "rewards": lambda: {**GROUPS, "reward_weight": 0.5},
-    "prompt weights": lambda: {
-        "methods": [SkipNear(1e9)], "max_steps": 5, "remove_unused_columns": False
-    },
-    "two teachers": lambda: {
-        "teacher_model": {"a": tiny.qwen2(48, 1), "b": tiny.qwen2(32, 2)},
-        "train_dataset": columns(teacher=["a", "b"] * 4),
-        "token_selection": "teacher_divergence", "token_fraction": 0.5,
-    },
     "two teachers, streamed": lambda: several(teacher_offload="stream", token_selection="teacher_confidence",
                                               token_fraction=0.5, report=True),
-    "two teachers, contrast, cpu": lambda: several(hint=True, teacher_offload="cpu", contrast_weight=0.5),
+    "two teachers, contrast, cpu": lambda: several(teacher_offload="cpu", contrast_weight=0.5),
     "bytes, two teachers, streamed": lambda: by_bytes(**{
         **several(teacher_offload="stream", report=True),
         "teacher_model": {name: tiny.qwen2(48, seed, vocab_size=len(YOURS) + 5) for seed, name in enumerate("ab")},
@@ -102,11 +89,9 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "report": lambda: {"report": True, **EVALUATED},
     "checkpointing": lambda: {"gradient_checkpointing": True},
     "bf16": lambda: {"bf16": True},
-    "discount": lambda: {"methods": [Discounted(0.99)], "token_selection": "student_surprise", "token_fraction": 0.5},
     "bytes, small tiles": lambda: by_bytes(loss_chunk_tokens=3, report=True, **EVALUATED),
     "bytes, rewards, host memory": lambda: by_bytes(**GROUPS, reward_weight=0.5, teacher_cache_device="cpu"),
     "bytes, lora": lambda: by_bytes(peft_config=LoraConfig(**variants.LORA)),
-    "contrast, report": lambda: contrast(report=True),
     "contrast, host memory": lambda: contrast(teacher_cache_device="cpu"),
     **{f"images {family}": partial(images, family) for family in ("gemma3", "llava_next", "qwen3_vl")},
     "images, report": lambda: images("qwen2_5_vl", report=True),
@@ -181,21 +166,117 @@ def initial(weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return weight.copy_(drawn / weight.size(1) ** 0.5)
 
 
+@contextmanager
+def installed() -> Iterator[None]:
+    """Has all trainings of this process be on the simulated device."""
+    options = tiny.options
+    simulated_device.install()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated_device.NAME}:0"
+    with patch.object(tiny, "options", lambda folder, **given: options(folder, use_cpu=False, **given)):
+        yield
+
+
+def of_each(names: Iterable[str], found: Callable[[str], Any]) -> dict[str, Any]:
+    """What is found, or the error, by name."""
+    results = dict[str, Any]()
+    warnings.simplefilter("ignore")
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            results[name] = found(name)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
 def outcomes(folder: Path, names: list[str], on_device: bool) -> dict[str, np.ndarray | str]:
     """What each case gives, or its error, on the CPU or on the simulated device. For a process of its own."""
-    options, found = tiny.options, dict[str, Any]()
-    if on_device:
-        simulated_device.install()
-        os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated_device.NAME}:0"
-    warnings.simplefilter("ignore")
+
+    def outcome(name: str) -> np.ndarray:
+        case = folder / f"{on_device}" / f"{names.index(name)}"
+        case.mkdir(parents=True)
+        return CASES[name](case)
+
     torch.nn.init.kaiming_uniform_ = initial  # of adapters, which are drawn on the device
-    with patch.object(tiny, "options", lambda folder, **given: options(folder, use_cpu=not on_device, **given)):
-        for place, name in enumerate(names):
-            case = folder / ("device" if on_device else "cpu") / str(place)
-            case.mkdir(parents=True)
-            torch.manual_seed(0)
-            try:
-                found[name] = CASES[name](case)
-            except Exception:
-                found[name] = traceback.format_exc()
-    return found
+    with installed() if on_device else nullcontext():
+        return of_each(names, outcome)
+
+
+# ---- What the host waits for -----------------------------------------------------------------------------------------
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "text": dict,
+    "images": lambda: images("qwen2_5_vl"),
+    "bytes": by_bytes,
+    "contrast": contrast,
+    "groups": lambda: {
+        **GROUPS, "reward_weight": 0.5, "methods": [SkipNear(100.0)],
+        "token_selection": "student_entropy", "token_fraction": 0.5,
+    },
+}  # fmt: skip
+MICRO_BATCHES = 4  # of two rows
+PARTS = ("teacher", "student", "loss", "step")
+Waited = Counter[tuple[str, str]]
+"""By part of the step, and line."""
+
+
+class Last(TrainerCallback):
+    """Counts in the last step: the first ones look at what they meet for the first time."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        waits.phase = "step" if state.global_step + 1 == args.max_steps else None
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        waits.phase = None
+
+
+class Counted(OPSDTrainer):
+    """What is in no other part is "step"."""
+
+    def teach(self, *args: Any) -> Any:
+        with part("teacher"):
+            return super().teach(*args)
+
+    def compare(self, *args: Any) -> Any:
+        with part("loss"):
+            return super().compare(*args)
+
+
+@contextmanager
+def part(name: str) -> Any:
+    with waits.during(name if waits.phase else None):
+        yield
+
+
+def counted(folder: Path, names: tuple[str, ...]) -> dict[str, tuple[Waited, Waited] | str]:
+    """The results that a step of each case reads, and the copies that block, or its error. For a process of its own."""
+
+    def student(hidden: Callable[..., Any], *args: Any) -> Any:
+        with part("student"):
+            return hidden(*args)
+
+    def waited(name: str) -> tuple[Waited, Waited]:
+        options = {**KINDS[name](), "gradient_accumulation_steps": MICRO_BATCHES, "max_steps": 2}
+        one = build(folder / name, options, Counted)
+        one.add_callback(Last())
+        backward = one.accelerator.backward
+
+        def of_loss(*args: Any, **more: Any) -> None:
+            with part("loss"):
+                backward(*args, **more)
+
+        one.accelerator.backward = of_loss
+        waits.reads.clear()
+        waits.copies.clear()
+        one.train()
+        return waits.reads.copy(), waits.copies.copy()
+
+    with installed(), ExitStack() as patched:
+        for module, name in (
+            (comparison, "completion_hidden"),
+            (bytewise, "forked_hidden"),
+            (bytewise, "completion_hidden"),
+        ):
+            patched.enter_context(patch.object(module, name, partial(student, getattr(module, name))))
+        return of_each(names, waited)

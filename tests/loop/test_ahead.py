@@ -8,10 +8,10 @@ import time
 from typing import Any, ClassVar
 
 import pytest
+import test_overlap
 import torch
 from support import tiny
 from support.rollouts import Apart
-from test_overlap import recorded
 from transformers import TrainerCallback
 
 from trl_opsd import OPSDTrainer
@@ -44,17 +44,8 @@ class Learning(OPSDTrainer):
 
 
 def built(make_trainer, cls=Learning, **options):
-    dataset, answers = recorded(8 * STEPS)
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": STEPS, **options}
-    return make_trainer(
-        cls,
-        train_dataset=dataset,
-        rollout=Noted(answers),
-        max_completion_length=120,
-        logging_steps=1,
-        shuffle_dataset=False,
-        **options,
-    )
+    sizes = {"rows": 8 * STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": STEPS}
+    return test_overlap.built(make_trainer, cls, Noted, **{**sizes, **options})
 
 
 def of_kind(trainer, *kinds: str) -> list[tuple[Any, ...]]:
@@ -125,7 +116,8 @@ def test_rows_beyond_overlap_max_divergence_are_written_again(make_trainer, capl
 
 
 def test_evaluation_waits_for_rows_being_written_ahead(make_trainer):
-    trainer = built(make_trainer, overlap="ahead", eval_dataset=recorded(4)[0], eval_strategy="steps", eval_steps=2)
+    given = {"eval_dataset": test_overlap.recorded(4)[0], "eval_strategy": "steps", "eval_steps": 2}
+    trainer = built(make_trainer, overlap="ahead", **given)
     trainer.train()
     events = trainer.rollout.events
     first = events.index(("completed by", 2, 4))
@@ -153,7 +145,7 @@ class Interrupts(TrainerCallback):
     """Asks for completions of its own while rows are written ahead."""
 
     def __init__(self, prompts):
-        self.prompts, self.completions = prompts, []
+        self.prompts = prompts
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
@@ -163,7 +155,7 @@ class Interrupts(TrainerCallback):
 def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_trainer):
     """They are written with other weights, and a server gives up what it writes when it is sent weights."""
     quiet, trainer = (built(make_trainer, overlap="ahead") for _ in range(2))
-    prompt_ids = trainer.tokenize(list(recorded(3)[0]["prompt"]))
+    prompt_ids = trainer.tokenize(list(test_overlap.recorded(3)[0]["prompt"]))
     callback = Interrupts(prompt_ids)
     callback.trainer = trainer
     trainer.add_callback(callback)
@@ -171,8 +163,7 @@ def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_train
     trainer.rollout._before = lambda number: (slow(number), time.sleep(0.02))
     quiet.train()
     trainer.train()
-    answers = quiet.rollout.complete(prompt_ids, 0)
-    assert callback.completions == answers
+    assert callback.completions == quiet.rollout.complete(prompt_ids, 0)
     events = trainer.rollout.events
     asked = events.index(("completed by", 2, 3))
     assert events[:asked].count("closed") == 2, "those of the second step and of the third"

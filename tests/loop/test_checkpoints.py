@@ -1,4 +1,7 @@
-"""Checkpoints that a trainer writes to its output folder and resumes from."""
+"""Checkpoints that a trainer writes to its output folder, also on SIGTERM, and resumes from.
+
+Two processes are tested in `checkpoints/test_sharded.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import errno
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support import tiny
+from support.witnessed_run import trainer as witnessed
 from transformers import TrainerState
 
-from trl_opsd import OPSDError, ServerError
+from trl_opsd import OPSDError, OPSDTrainer, ServerError
 from trl_opsd.checkpoints import MANIFEST, UNFINISHED, checkpoint_to_resume, problems
 from trl_opsd.loop import checkpoints
 
@@ -25,10 +31,6 @@ EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"README.md"}
-
-
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def test_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
@@ -59,64 +61,29 @@ def test_use_cache_of_given_student_is_saved(trained, tmp_path, handed_in):
 def test_damaged_checkpoint_is_refused_by_path_and_skipped_otherwise(make_trainer, trained, tmp_path, caplog):
     whole = trained(**EACH_STEP)
     os.truncate(tmp_path / "checkpoint-3" / "optimizer.pt", 100)
-
     resumed = make_trainer()
     with pytest.raises(ValueError, match=r"checkpoint-3 is not complete: optimizer.pt has 100 bytes instead of \d+"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.loads == 0
-
     resumed.train(resume_from_checkpoint=True)
-    assert f"Resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
-    assert f"{tmp_path / 'checkpoint-3'} is not complete: optimizer.pt has 100 bytes" in caplog.text
-    for name, tensor in weights(whole.model).items():
-        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
-
-
-def test_resume_from_checkpoint_false_starts_afresh(make_trainer, tmp_path):
-    make_trainer(**EACH_STEP).train()
-    trainer = make_trainer()
-    trainer.train(resume_from_checkpoint=False)
-    assert trainer.loads == 0
-
-
-@pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {2, 3}), (1, {3})])
-def test_save_total_limit_decides_which_checkpoints_stay(make_trainer, tmp_path, limit, left):
-    make_trainer(**EACH_STEP, save_total_limit=limit).train()
-    assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
-
-
-def test_leftovers_of_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
-    (tmp_path / "checkpoint-8").mkdir()
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / UNFINISHED).mkdir()
-    (tmp_path / UNFINISHED / "mine.txt").write_text("keep me")
-    make_trainer(**BEST, save_total_limit=2, eval_dataset=tiny.rows(4)).train()
-    (aside,) = tmp_path.glob("replaced-checkpoint-2-*")
-    assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-8", UNFINISHED, aside.name}
-    assert names(tmp_path / UNFINISHED) == {"mine.txt"}
-    resumed = make_trainer(max_steps=4)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 4
+    assert f"Resuming from {tmp_path / 'checkpoint-2'}: {tmp_path / 'checkpoint-3'} is not complete" in caplog.text
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
 BEST = {
-    **EACH_STEP,
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "load_best_model_at_end": True,
-    "learning_rate": 1e-2,
-    "greater_is_better": True,  # so that the best is the first
-}
+    **EACH_STEP, "eval_dataset": tiny.rows(), "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True,
+    "learning_rate": 1e-2, "greater_is_better": True,
+}  # fmt: skip
+"""The best is the first."""
 
 
 @pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {1, 3}), (1, {1})])
-def test_best_model_is_loaded_at_end(make_trainer, trained, tmp_path, limit, left):
-    trainer = trained(**BEST, save_total_limit=limit, eval_dataset=make_trainer().train_dataset)
+def test_best_model_is_loaded_at_end(trained, tmp_path, limit, left):
+    trainer = trained(**BEST, save_total_limit=limit)
     best = tmp_path / "checkpoint-1"
-    assert trainer.state.best_model_checkpoint == str(best)
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
     saved = load_file(best / "model.safetensors")
-    for name, tensor in weights(trainer.model).items():
+    for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, saved[name]), name
     for step in left:
         state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
@@ -130,7 +97,7 @@ def test_damaged_best_checkpoint_is_not_loaded_and_others_are_kept(make_trainer,
             if state.global_step == 3:
                 os.truncate(tmp_path / "checkpoint-1" / "scheduler.pt", 10)
 
-    trainer = make_trainer(**BEST, save_total_limit=2, eval_dataset=make_trainer().train_dataset, callbacks=[Tear()])
+    trainer = make_trainer(**BEST, save_total_limit=2, callbacks=[Tear()])
     with pytest.raises(ValueError, match=r"checkpoint-1 is not complete: scheduler\.pt has 10 bytes"):
         trainer.train()
     assert problems(tmp_path / "checkpoint-3") == []
@@ -229,3 +196,54 @@ def test_only_complete_checkpoints_are_uploaded(make_trainer, tmp_path, monkeypa
     trainer.args.push_to_hub = True
     trainer.train()
     assert pushed == [(str(tmp_path / "checkpoint-1"), []), (str(tmp_path / "checkpoint-2"), [])]
+
+
+# ---- SIGTERM ---------------------------------------------------------------------------------------------------------
+
+
+AT = 3
+
+
+def signal_in(run: OPSDTrainer, phase: str) -> None:
+    """Sends the signal in a phase of the step that leads to `AT`, or while `AT` is saved."""
+    thing, name, step = {
+        "rollout": (run.rollout, "complete", AT - 1),
+        "gradient": (run, "_get_grad_norm", AT - 1),
+        "save": (run, "_save_optimizer_and_scheduler", AT),
+    }[phase]
+    method = getattr(thing, name)
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if run.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return method(*args, **kwargs)
+
+    setattr(thing, name, signalled)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = witnessed(tmp_path_factory.mktemp("whole"), "full")
+    run.train()
+    return run.witness
+
+
+@pytest.mark.parametrize(("phase", "saving"), [("rollout", "no"), ("gradient", "epoch"), ("save", "steps")])
+def test_run_stopped_by_sigterm_is_saved_and_resumes_exactly(whole, tmp_path, phase, saving):
+    before = signal.getsignal(signal.SIGTERM)
+    run = witnessed(tmp_path, "full", save_strategy=saving, save_steps=AT, enable_jit_checkpoint=True)
+    signal_in(run, phase)
+    run.train()
+    assert run.state.global_step == AT
+    assert run.witness.weights == whole.weights[:AT]
+    assert names(tmp_path) == {f"checkpoint-{AT}"}
+    assert problems(tmp_path / f"checkpoint-{AT}") == []
+    evaluated = any("eval_loss" in entry for entry in run.state.log_history)
+    assert evaluated == (phase == "save"), "an evaluation would delay the exit"
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert run.interrupted
+
+    resumed = witnessed(tmp_path, "full")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.witness.weights == whole.weights[AT:]
+    assert not resumed.interrupted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.loop import dealing
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.probes import Probed, check_packing
-from trl_opsd.teacher import frozen
-from trl_opsd.teacher.frozen import pass_groups
 
 ROWS, STEPS = 24, 3
 
@@ -42,10 +41,8 @@ class Counted:
         self.passes = {"student": 0, "teacher": 0}
         self.largest = 0
         models = {"student": trainer.model, "teacher": trainer.teacher_model}
-        self.hooks = [
+        for role, model in models.items():
             model.get_input_embeddings().register_forward_hook(lambda _, ids, __, role=role: self.count(role, ids[0]))
-            for role, model in models.items()
-        ]
 
     def count(self, role, ids):
         self.read[role] += ids.numel()
@@ -56,18 +53,14 @@ class Counted:
 
 WAYS = {
     "equal numbers of rows": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6},
-    "a budget": {"per_device_train_batch_size": 24, "max_tokens_per_microbatch": 300},
+    "a budget": {"max_tokens_per_microbatch": 300},
     "a budget within accumulation": {
         "per_device_train_batch_size": 12,
         "gradient_accumulation_steps": 2,
         "max_tokens_per_microbatch": 300,
     },
     "packed": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6, "padding_free": True},
-    "packed to a budget": {
-        "per_device_train_batch_size": 24,
-        "max_tokens_per_microbatch": 300,
-        "padding_free": True,
-    },
+    "packed to a budget": {"max_tokens_per_microbatch": 300, "padding_free": True},
 }
 
 
@@ -78,46 +71,36 @@ def real():
     return sum(len(prompt) + len(answer) for prompt, answer in rollout._completions.items())
 
 
-def trained(make_trainer, way, family=tiny.qwen2, **more):
+def dealt(make_trainer, way, family=tiny.qwen2, **more):
     rows, rollout = ragged()
-    trainer = make_trainer(
-        model=family(32, 0),
-        teacher_model=family(48, 1),
-        train_dataset=rows,
-        rollout=rollout,
-        max_completion_length=120,
-        max_steps=STEPS,
-        **{"per_device_train_batch_size": 24, **way},
-        **more,
-    )
+    models = {"model": family(32, 0), "teacher_model": family(48, 1)}
+    options = {"max_completion_length": 120, "max_steps": STEPS, "per_device_train_batch_size": ROWS, **way}
+    trainer = make_trainer(**models, train_dataset=rows, rollout=rollout, **options, **more)
     counted = Counted(trainer)
     trainer.train()
-    weights = tiny.weights(trainer)
-    return weights, counted, trainer
+    return tiny.weights(trainer), counted, trainer
 
 
 @pytest.mark.parametrize(
     ("family", "ways"),
     [
         pytest.param(tiny.qwen2, [*WAYS], marks=pytest.mark.quick),
-        (tiny.llama, ["packed"]),
         (tiny.gemma2, ["a budget within accumulation"]),
         (tiny.gpt2, ["packed to a budget"]),
-        *(pytest.param(family, [*WAYS], marks=pytest.mark.long) for family in (tiny.llama, tiny.gemma2, tiny.gpt2)),
+        pytest.param(tiny.gemma2, [*WAYS], marks=pytest.mark.long),
+        pytest.param(tiny.gpt2, [*WAYS], marks=pytest.mark.long),
     ],
 )
 def test_batching_saves_tokens_without_changing_the_student(make_trainer, family, ways, real):
-    plain, whole, trainer = trained(make_trainer, {}, family)
+    plain, whole, trainer = dealt(make_trainer, {}, family)
     losses = tiny.logged(trainer, "loss")
     assert whole.passes["student"] == STEPS
-    before = {role: whole.read[role] / real for role in whole.read}
-    assert before["student"] > 2
+    assert whole.read["student"] / real > 2
     for name in ways:
-        weights, counted, other = trained(make_trainer, WAYS[name], family)
+        weights, counted, other = dealt(make_trainer, WAYS[name], family)
         assert (weights - plain).abs().max() <= 1e-5, name
         assert tiny.logged(other, "loss") == pytest.approx(losses, rel=1e-4)
         share = {role: read / real for role, read in counted.read.items()}
-        print(f"{name}: tokens through student and teacher for each real one: {share}, before: {before}")
         assert share["student"] <= (1.02 if "packed" in name else 1.25), name
         assert share["teacher"] <= (1.02 if "packed" in name else 1.15), name
         if "budget" in name:
@@ -129,98 +112,68 @@ def test_batching_saves_tokens_without_changing_the_student(make_trainer, family
 def test_batching_does_not_change_an_adapter(make_trainer):
     adapter = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "seed": 3}
     (plain, *_), (packed, *_), (budget, *_) = (
-        trained(make_trainer, way, **adapter) for way in ({}, WAYS["packed"], WAYS["packed to a budget"])
+        dealt(make_trainer, way, **adapter) for way in ({}, WAYS["packed"], WAYS["packed to a budget"])
     )
     assert (packed - plain).abs().max() <= 1e-5
     assert (budget - plain).abs().max() <= 1e-5
 
 
-def test_self_teacher_reads_packed_rows_and_generation_stays_padded(make_trainer):
-    rows, _ = ragged(16)
-    found = []
-    for way in ({}, {"padding_free": True, "max_tokens_per_microbatch": 400}):
-        trainer = make_trainer(
-            teacher_model=None,
-            teacher_model_kind="live",
-            train_dataset=rows.add_column("privileged_context", ["hint"] * 16),
-            rollout=HFRollout(),
-            max_completion_length=20,
-            per_device_train_batch_size=8,
-            max_steps=2,
-            seed=1,
-            **way,
-        )
-        trainer.train()
-        assert trainer.teacher.batching.packed == bool(way)
-        assert not trainer.batching.packed
-        found.append(tiny.weights(trainer))
-    assert (found[0] - found[1]).abs().max() <= 1e-5
+def test_self_teacher_reads_packed_rows_and_generation_stays_padded(trained):
+    rows = ragged(16)[0].add_column("privileged_context", ["hint"] * 16)
+    given = {"teacher_model": None, "teacher_model_kind": "live", "train_dataset": rows, "rollout": HFRollout()}
+    given |= {"max_completion_length": 20, "per_device_train_batch_size": 8, "max_steps": 2, "seed": 1}
+    plain, packed = trained(**given), trained(padding_free=True, max_tokens_per_microbatch=400, **given)
+    assert (plain.teacher.batching.packed, packed.teacher.batching.packed) == (False, True)
+    assert not packed.batching.packed
+    assert (tiny.weights(plain) - tiny.weights(packed)).abs().max() <= 1e-5
 
 
 def test_packing_does_not_change_evaluation(make_trainer):
     rows, rollout = ragged(16)
-    losses = [
-        make_trainer(
-            train_dataset=None, eval_dataset=rows, rollout=rollout, max_completion_length=120, padding_free=packed
-        ).evaluate()["eval_loss"]
-        for packed in (False, True)
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    given = {"train_dataset": None, "eval_dataset": rows, "rollout": rollout, "max_completion_length": 120}
+    plain, packed = (make_trainer(padding_free=one, **given).evaluate()["eval_loss"] for one in (False, True))
+    assert packed == pytest.approx(plain, rel=1e-5)
 
 
-def mamba(width: int = 32, seed: int = 0) -> torch.nn.Module:
-    config = MambaConfig(
-        vocab_size=259, hidden_size=width, num_hidden_layers=2, state_size=8, tie_word_embeddings=False
-    )
-    return tiny.model(config, seed)
+def mamba() -> torch.nn.Module:
+    sizes = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    model = tiny.model(MambaConfig(**sizes, tie_word_embeddings=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn_like(parameter) / parameter.size(1) ** 0.5)
+    return model
 
 
-def llama4(width: int = 32, seed: int = 0) -> torch.nn.Module:
-    sizes = {**tiny._sizes(width), "intermediate_size_mlp": 2 * width, "num_local_experts": 2}
-    return tiny.model(Llama4TextConfig(**sizes, head_dim=16, attention_chunk_size=32), seed)
+def llama4() -> torch.nn.Module:
+    sizes = {**tiny._sizes(32), "intermediate_size_mlp": 64, "num_local_experts": 2}
+    return tiny.model(Llama4TextConfig(**sizes, head_dim=16, attention_chunk_size=32))
 
 
-def gpt_neo(width: int = 32, seed: int = 0) -> torch.nn.Module:
-    config = GPTNeoConfig(
-        vocab_size=259,
-        hidden_size=width,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=256,
-        attention_dropout=0.0,
-    )
-    return tiny.model(config, seed)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"), [(llama4, "attention_chunk_size=32"), (gpt_neo, "mask of the size of its context")]
-)
-def test_packing_refuses_chunked_and_local_attention(make, message):
-    with pytest.raises(ValueError, match=rf"`padding_free=True`: the student .*{message}.*remove the option"):
-        Probed(make(), "student").prove(check_packing)
+def gpt_neo() -> torch.nn.Module:
+    sizes = {"vocab_size": 259, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 256}
+    return tiny.model(GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 1]], attention_dropout=0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing_proof_sees_leaking_rows_in_every_dtype(dtype):
-    Probed(tiny.qwen2().to(dtype), "student").prove(check_packing)
-    leaking = mamba()
-    with torch.no_grad():
-        for parameter in leaking.parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(torch.randn_like(parameter) / parameter.size(1) ** 0.5)
-    with pytest.raises(ValueError, match="concatenated rows change each other"):
-        Probed(leaking.to(dtype), "student").prove(check_packing)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tiny.qwen2, None),
+        (llama4, "attention_chunk_size=32"),
+        (gpt_neo, "mask of the size of its context"),
+        (mamba, "concatenated rows change each other"),
+    ],
+)
+def test_packing_refuses_models_whose_rows_leak(make, message, dtype):
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        Probed(make().to(dtype), "student").prove(check_packing)
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_packing_refuses_models_whose_rows_leak(make_trainer, role):
-    models = {"model": tiny.qwen2(), "teacher_model": tiny.qwen2(48, 1)}
-    models["model" if role == "student" else "teacher_model"] = mamba()
-    with pytest.raises(
-        ValueError,
-        match=rf"`padding_free=True`: in the {role} \(MambaForCausalLM\), concatenated rows .* Remove the option",
-    ):
+def test_packing_is_proved_of_student_and_teacher(make_trainer, role):
+    models = {"model" if role == "student" else "teacher_model": mamba()}
+    with pytest.raises(ValueError, match=rf"`padding_free=True`: in the {role} \(MambaForCausalLM\), .* Remove the"):
         make_trainer(**models, padding_free=True)
 
 
@@ -241,8 +194,6 @@ def test_a_step_learns_from_all_rows_of_a_loader_of_ones_own(make_trainer):
 class TwoFaced(torch.optim.SGD):
     """Keeps other weights while it evaluates, as schedule-free optimizers do."""
 
-    mode = None
-
     def train(self):
         self.mode = "train"
 
@@ -250,34 +201,22 @@ class TwoFaced(torch.optim.SGD):
         self.mode = "eval"
 
 
-def test_generation_uses_training_weights_of_schedule_free_optimizers(make_trainer):
+def test_generation_uses_training_weights_of_schedule_free_optimizers(trained):
     modes = []
 
     class Watched(FixedRollout):
         def complete(self, prompt_ids, step):
-            if trainer.model.training:
-                modes.append(optimizer.mode)
+            modes.append(optimizer.mode)
             return super().complete(prompt_ids, step)
 
     student = tiny.qwen2()
     optimizer = TwoFaced(student.parameters(), lr=1e-3)
-    trainer = make_trainer(
-        model=student,
-        optimizers=(optimizer, None),
-        eval_dataset=tiny.rows(2),
-        eval_strategy="steps",
-        eval_steps=1,
-        rollout=Watched(tiny.recorded(tiny.tokenizer())),
-    )
-    trainer.train()
-    assert modes == ["train"] * 3
+    given = {"eval_dataset": tiny.rows(2), "eval_strategy": "steps", "eval_steps": 1}
+    trained(model=student, optimizers=(optimizer, None), rollout=Watched(tiny.recorded(tiny.tokenizer())), **given)
+    assert modes == ["train", "eval"] * 3
 
 
-def test_sharded_model_reading_by_row_makes_one_pass_each(monkeypatch, make_trainer):
-    given = tiny.qwen2(), [12, 4, 8, 5], torch.device("cpu"), BatchPolicy(0)
-    assert len(pass_groups(*given)) < 4
-    monkeypatch.setattr(frozen, "is_split_model", lambda _: True)
-    assert pass_groups(*given) == [[0], [1], [2], [3]], "however long they are in other processes"
+def test_budget_is_refused_for_a_sharded_model_that_reads_row_by_row(monkeypatch, make_trainer):
     monkeypatch.setattr(dealing, "is_split_model", lambda _: True)
     trainer = make_trainer(max_tokens_per_microbatch=20)
     trainer.batching = BatchPolicy(0)
@@ -286,17 +225,6 @@ def test_sharded_model_reading_by_row_makes_one_pass_each(monkeypatch, make_trai
 
 
 def test_token_budget_counts_padding_to_a_multiple(make_trainer):
-    rows, rollout = ragged(8)
-    trainer = make_trainer(
-        train_dataset=rows,
-        rollout=rollout,
-        max_completion_length=120,
-        pad_to_multiple_of=32,
-        max_steps=1,
-        per_device_train_batch_size=8,
-        max_tokens_per_microbatch=200,
-    )
-    counted = Counted(trainer)
-    trainer.train()
-    longest = max(len(prompt) + len(answer) for prompt, answer in rollout._completions.items())
+    _, counted, _ = dealt(make_trainer, {"pad_to_multiple_of": 32, "max_tokens_per_microbatch": 200})
+    longest = max(len(prompt) + len(answer) for prompt, answer in ragged()[1]._completions.items())
     assert counted.largest <= max(200, longest + 31)

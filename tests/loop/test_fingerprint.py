@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,10 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support import tiny
 
-from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd import OPSDTrainer
 from trl_opsd.checkpoints import MANIFEST
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.loop.fingerprint import FILE, _differing, describe_function
+from trl_opsd.loop.fingerprint import FILE, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.weights import digest, sampled
@@ -36,20 +35,10 @@ def test_each_checkpoint_has_the_fingerprint_as_json(checkpoint):
     assert said["divergence"] == "ReverseKL()"
     assert said["teachers"] == {"teacher": "Qwen2ForCausalLM [259, 48]"}
     assert said["train_dataset"].startswith("8 rows, digest ")
-    assert said["chat_template"].startswith("sha256 ")
     assert said["teacher_weights"]["teacher"].startswith("sha256 ")
     assert (said["student"], said["adapter"]) == ("Qwen2ForCausalLM [259, 32]", None), "all of it is in the checkpoint"
-    assert said["optimizer"] == "adamw_torch"
-    expected = {
-        "temperature": 1.0,
-        "max_completion_length": 24,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 1,
-        "world_size": 1,
-        "seed": 42,
-        "teacher_model_kind": None,
-    }
-    assert {name: said[name] for name in expected} == expected
+    expected = {"temperature": 1.0, "gradient_accumulation_steps": 1, "world_size": 1, "optimizer": "adamw_torch"}
+    assert expected.items() <= said.items()
 
 
 @pytest.mark.refusal
@@ -61,59 +50,18 @@ def test_all_differences_are_listed_with_the_option_that_accepts_them(make_train
     assert "resume_with_changes=['divergence', 'temperature']" in str(raised.value)
 
 
-def test_accepted_differences_are_logged_and_saved_in_the_next_checkpoint(make_trainer, checkpoint, tmp_path, caplog):
+def test_accepted_differences_are_logged_and_saved_in_the_next_checkpoint(trained, checkpoint, tmp_path, caplog):
     options = {"beta": 0.0, "resume_with_changes": ["divergence"], "save_strategy": "steps", "save_steps": 1}
-    trainer = make_trainer(**options)
-    with caplog.at_level(logging.WARNING):
-        trainer.train(resume_from_checkpoint=True)
+    assert trained(**options, resume=True).state.global_step == 3
     assert "divergence: 'ReverseKL()' in the checkpoint, 'ForwardKL()' now" in caplog.text
-    assert trainer.state.global_step == 3
     assert json.loads((tmp_path / "checkpoint-3" / FILE).read_text())["divergence"] == "ForwardKL()"
 
 
-def test_a_checkpoint_without_fingerprint_is_resumed_with_a_warning(make_trainer, checkpoint, caplog):
+def test_a_checkpoint_without_fingerprint_is_resumed_with_a_warning(trained, checkpoint, caplog):
     (checkpoint / FILE).unlink()
     (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
-    trainer = make_trainer(beta=0.0)
-    with caplog.at_level(logging.WARNING):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trained(beta=0.0, resume=str(checkpoint)).state.global_step == 3
     assert f"has no {FILE}" in caplog.text
-    assert trainer.state.global_step == 3
-
-
-@pytest.mark.parametrize(
-    ("column", "talks", "stream", "template"),
-    [
-        ("privileged_context", False, False, "{privileged_context}\n\n{prompt}"),
-        ("privileged_context", False, True, "{privileged_context}\n\n{prompt}"),
-        ("privileged_context", True, False, "{prompt}\n\n{privileged_context}"),
-        ("other", False, False, "{prompt}\n\n{privileged_context}"),
-    ],
-)
-def test_resume_compares_the_template_that_was_used(make_trainer, tmp_path, column, talks, stream, template):
-    """Before there was a template for text, checkpoints of both kinds had that of messages."""
-    rows = [{"prompt": [{"role": "user", "content": text}] if talks else text, column: "hint"} for text in tiny.PROMPTS]
-    given = {
-        "train_dataset": Dataset.from_list(rows),
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "rollout": HFRollout(),
-    }
-    if stream:
-        given["train_dataset"] = given["train_dataset"].to_iterable_dataset()
-    make_trainer(**given, max_steps=1).train()
-    file = tmp_path / "checkpoint-1" / FILE
-    said = json.loads(file.read_text())
-    assert said["teacher_prompt_template"] == template
-    before = "{prompt}\n\n{privileged_context}"
-    file.write_text(json.dumps({**said, "teacher_prompt_template": before}))
-    (file.parent / MANIFEST).unlink()
-    if template != before:
-        with pytest.raises(ValueError, match=r"teacher_prompt_template: .* in the checkpoint, '\{privileged_context\}"):
-            make_trainer(**given).train(resume_from_checkpoint=str(file.parent))
-        given["teacher_prompt_template"] = before
-    make_trainer(**given, max_steps=2).train(resume_from_checkpoint=str(file.parent))
-    assert json.loads((tmp_path / "checkpoint-2" / FILE).read_text())["teacher_prompt_template"] == before
 
 
 def test_a_weight_digest_ignores_dtype_and_adapter_wrapping():
@@ -126,18 +74,12 @@ def test_a_weight_digest_ignores_dtype_and_adapter_wrapping():
 
 def test_row_digest_depends_on_columns_read_not_on_storage():
     rows = tiny.rows()
-    same = [
-        rows.flatten_indices(),
-        rows.add_column("id", list(range(8))),
-        rows.with_format("torch"),
-        rows.select(range(8)),
-    ]
+    with_ids = rows.add_column("id", list(range(8)))
+    same = [rows.flatten_indices(), with_ids, rows.with_format("torch"), rows.select(range(8))]
     assert {describe_rows(one, ["prompt"]) for one in same} == {describe_rows(rows, ["prompt"])}
     other = [rows.select([1, 0, *range(2, 8)]), rows.select(range(7)), rows.rename_column("prompt", "teacher_prompt")]
     other.append(Dataset.from_list([{"prompt": text + " "} for text in rows["prompt"]]))
-    described = {describe_rows(one, ["prompt", "teacher_prompt"]) for one in other}
-    assert len(described | {describe_rows(rows, ["prompt"])}) == 5
-    with_ids = rows.add_column("id", list(range(8)))
+    assert len({describe_rows(one, ["prompt", "teacher_prompt"]) for one in [rows, *other]}) == 5
     assert describe_rows(with_ids, None) != describe_rows(rows, None)
     assert describe_rows(rows.to_iterable_dataset(), ["prompt"]) == "a stream"
 
@@ -172,24 +114,17 @@ def test_divergence_settings_are_described_alike_in_all_processes(kind):
     assert one == other
     assert len(set(one)) == len(one)
     assert one[0] == f"{kind.__name__}(setting=0.3)"
-    assert one[3].startswith(f"{kind.__name__}(setting=torch.float32 [300000], sha256 ")
-    array = describe(kind(torch.arange(300_000.0).numpy()))
-    assert array == one[3]
+    assert describe(kind(made()[3].numpy())) == one[3]
     assert all(len(text) < 130 for text in [*one, describe(kind(["a word"] * 1000))])
 
 
 @pytest.mark.refusal
-def test_resume_refuses_another_setting_of_a_divergence(make_trainer, tmp_path):
+def test_resume_refuses_another_setting_of_a_divergence(trained):
     options = {"save_strategy": "steps", "save_steps": 1}
-    make_trainer(divergence=Plain(len), max_steps=1, **options).train()
-    with pytest.raises(
-        ValueError, match=r"divergence: 'Plain\(setting=<.*len>\)' in the checkpoint, 'Plain\(setting=0"
-    ):
-        make_trainer(divergence=Plain(0.3), **options).train(resume_from_checkpoint=True)
-    trainer = make_trainer(divergence=Plain(len), max_steps=2, **options)
-    assert "Plain(setting=<built-in function len>), temperature" in repr(trainer)
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 2
+    trained(divergence=Plain(len), max_steps=1, **options)
+    with pytest.raises(ValueError, match=r"divergence: 'Plain\(setting=<.*len>\)' in the checkpoint, 'Plain\(.*0\.3"):
+        trained(divergence=Plain(0.3), **options, resume=True)
+    assert trained(divergence=Plain(len), max_steps=2, **options, resume=True).state.global_step == 2
 
 
 class Weighing(OPSDTrainer):
@@ -211,23 +146,17 @@ def telling(more):
 
 
 @pytest.mark.refusal
-def test_changed_functions_are_refused_by_name(make_trainer, tmp_path):
+def test_changed_functions_are_refused_by_name(trained):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    make_trainer(Weighing, teacher_prompt_fn=telling("!"), **options).train()
-    resumed = {**options, "max_steps": 2}
-    make_trainer(Weighing, teacher_prompt_fn=telling("!"), **resumed).teaching.check_fingerprint(
-        str(tmp_path / "checkpoint-1")
-    )
-    changed = make_trainer(WeighingOtherwise, teacher_prompt_fn=lambda row, text: text, **resumed)
-    with pytest.raises(
-        ValueError,
-        match=r"functions: .*'teacher_prompt_fn': 'test_.*', 'weigh': 'WeighingOtherwise.weigh'(?s:.*)=\['functions'\]",
+    trained(Weighing, teacher_prompt_fn=telling("!"), **options)
+    resumed = {**options, "max_steps": 2, "resume": True}
+    for kind, function, named in (
+        (WeighingOtherwise, lambda row, text: text, r"'teacher_prompt_fn': 'test_.*'weigh': 'WeighingOtherwise.weigh'"),
+        (OPSDTrainer, telling("!"), r"\{'weigh': 'Weighing.weigh'\} in the checkpoint, \{'weigh': None\}"),
     ):
-        changed.teaching.check_fingerprint(str(tmp_path / "checkpoint-1"))
-    with pytest.raises(ValueError, match=r"\{'weigh': 'Weighing.weigh'\} in the checkpoint, \{'weigh': None\}"):
-        make_trainer(teacher_prompt_fn=telling("!"), **resumed).teaching.check_fingerprint(
-            str(tmp_path / "checkpoint-1")
-        )
+        with pytest.raises(ValueError, match=rf"functions: .*{named}(?s:.*)=\['functions'\]"):
+            trained(kind, teacher_prompt_fn=function, **resumed)
+    trained(Weighing, teacher_prompt_fn=telling("!"), **resumed)
 
 
 def test_functions_are_described_by_name_and_version():
@@ -236,7 +165,3 @@ def test_functions_are_described_by_name_and_version():
     versioned = telling("!")
     versioned.__version__ = "2"
     assert describe_function(versioned) == "telling.<locals>.<lambda>, version 2"
-    assert _differing(
-        {"functions": {"weigh": describe_function(telling("!"))}},
-        {"functions": {"weigh": describe_function(versioned)}},
-    )

@@ -1,4 +1,4 @@
-"""An out-of-memory error names the phase."""
+"""What the cache of a token is estimated to take."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_methods import Discounted
 from support import tiny
 from support.rollouts import Apart
 
@@ -14,26 +13,31 @@ from trl_opsd.losses import (
     LazyLogits,
     OutputHead,
     Sampled,
-    SampledReverseKL,
     TotalVariation,
     dense_divergence,
 )
 
 
-def expected(trainer, divergence, temperatures=(1.0, 1.0), kl_clip=None, value="divergence"):
-    """The mean of a value over all tokens of the rows, by the models' own logits, in float64."""
-    words, values = tiny.tokenizer(), []
-    for prompt, completion in tiny.recorded(words).items():
-        if list(prompt) not in [words(row["prompt"])["input_ids"] for row in trainer.eval_dataset]:
-            continue
-        ids = torch.tensor([[*prompt, *completion]])
-        sides = []
-        for model, temperature in zip((trainer.model, trainer.teacher_model), temperatures, strict=True):
-            with torch.no_grad():
-                logits = model(ids).logits[0, len(prompt) - 1 : -1]
-            sides.append(LazyLogits(logits, OutputHead(torch.eye(logits.size(-1))), temperature))
-        sampled = Sampled(torch.tensor(completion))
-        values.append(getattr(dense_divergence(*sides, divergence, kl_clip=kl_clip, sampled=sampled), value))
+def read(trainer):
+    """The completion of each row, and the logits of student and teacher that predict it."""
+    words = tiny.tokenizer()
+    for prompt in words(list(trainer.eval_dataset["prompt"]))["input_ids"]:
+        completion = tiny.recorded(words)[tuple(prompt)]
+        with torch.no_grad():
+            logits = [
+                model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+                for model in (trainer.model, trainer.teacher_model)
+            ]
+        yield torch.tensor(completion), *logits
+
+
+def expected(trainer, divergence, temperatures=(1.0, 1.0), value="divergence"):
+    """The mean of a value over all tokens of the rows, by the models' own logits."""
+    values = []
+    for completion, *logits in read(trainer):
+        head = OutputHead(torch.eye(logits[0].size(-1)))
+        sides = [LazyLogits(one, head, temperature) for one, temperature in zip(logits, temperatures, strict=True)]
+        values.append(getattr(dense_divergence(*sides, divergence, sampled=Sampled(completion)), value))
     return torch.cat(values).mean().item()
 
 
@@ -68,46 +72,16 @@ def test_self_teacher_at_low_temperature_needs_no_privileged_column(make_trainer
     assert trainer.evaluate()["eval_entropy/student"] < before["eval_entropy/student"]
 
 
-def test_a_discount_weighs_training_tokens_only(make_trainer):
-    trainer = make_trainer(methods=[Discounted(0.5)], max_steps=1, eval_dataset=tiny.rows())
-    seen, weigh = [], trainer.weigh
-    trainer.weigh = lambda *given: seen.append((given[0].weights, weigh(*given))) or seen[-1][1]
-    trainer.train()
-    ((plain, weights),) = seen
-    assert plain.size(1) > 2
-    torch.testing.assert_close(weights, plain * torch.tensor([0.5**place for place in range(plain.size(1))]))
-    found = trainer.evaluate()
-    assert torch.equal(*seen[-1])
-    assert found["eval_loss"] == pytest.approx(expected(trainer, trainer.divergence), rel=1e-4)
-
-
 def test_agreement_on_top_tokens_is_logged(make_trainer):
     trainer = make_trainer(divergence="forward_kl", eval_dataset=tiny.rows())
-    found, same, first, tokens = trainer.evaluate(), 0, 0, 0
-    for row in trainer.eval_dataset:
-        prompt = tiny.tokenizer()(row["prompt"])["input_ids"]
-        completion = tiny.recorded(tiny.tokenizer())[tuple(prompt)]
-        ids = torch.tensor([[*prompt, *completion]])
-        student, teacher = (
-            model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for model in (trainer.model, trainer.teacher_model)
-        )
-        same, tokens = same + (student == teacher).sum().item(), tokens + len(completion)
-        first += (teacher == torch.tensor(completion)).sum().item()
-    assert found["eval_agreement/first"] == pytest.approx(same / tokens)
-    assert found["eval_agreement/sampled"] == pytest.approx(first / tokens)
+    found = trainer.evaluate()
+    rows = [(completion, *(one.argmax(-1) for one in logits)) for completion, *logits in read(trainer)]
+    sampled, student, teacher = (torch.cat(column) for column in zip(*rows, strict=True))
+    assert found["eval_agreement/first"] == pytest.approx((student == teacher).float().mean().item())
+    assert found["eval_agreement/sampled"] == pytest.approx((teacher == sampled).float().mean().item())
     assert "eval_importance/mean" not in found
     assert 0 < found["eval_agreement/top"] < 1
     assert 0 < found["eval_agreement/top_mass"] < 1
-
-
-class TestPolicyGradient:
-    """`divergence="sampled_reverse_kl"`: what it cannot be combined with."""
-
-    def test_importance_bound_comes_from_the_config(self, tmp_path):
-        args = tiny.config(tmp_path, divergence={"sampled_reverse_kl": {"clip_max": 2.0}})
-        assert args.build_divergence() == SampledReverseKL(2.0)
-        args = tiny.config(tmp_path, divergence={"sampled_reverse_kl": {"clip_max": None}})
-        assert args.build_divergence() == SampledReverseKL(None)
 
 
 class Told(Apart):
@@ -140,31 +114,23 @@ class TestImportance:
             {"padding_free": True, "max_tokens_per_microbatch": 90},
             {"num_generations": 2},
             {"overlap": "step"},
+            {"divergence": {"sampled_reverse_kl": {"clip_max": 2.0}}},
             {"overlap": "ahead"},
         ],
         ids=str,
     )
     def test_log_probabilities_of_the_rollout_reach_their_own_tokens(self, make_trainer, options):
         rollout = Told(tiny.recorded(tiny.tokenizer()))
-        trainer = make_trainer(
-            cls=Weighing,
-            rollout=rollout,
-            divergence="sampled_reverse_kl",
-            max_steps=3,
-            eval_strategy="steps",
-            eval_steps=1,
-            eval_dataset=tiny.rows(2),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            **options,
-        )
+        evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": tiny.rows(2)}
+        options = {"divergence": "sampled_reverse_kl", "gradient_accumulation_steps": 2, **evaluated, **options}
+        trainer = make_trainer(cls=Weighing, rollout=rollout, **options)
         trainer.seen = []
         trainer.train()
         assert len({tuple(prompt) for prompt, _, _ in trainer.seen}) > 4 // options.get("num_generations", 1)
         for prompt, ids, told in trainer.seen:
             assert told == pytest.approx(rollout.logprobs(prompt, ids), abs=1e-5)
-        logged = [row for row in trainer.state.log_history if "loss" in row]
-        assert [row["importance/mean"] for row in logged] == [3.0] * 3  # its bound: all are likelier than was told
+        # all are likelier than was told: the ratio is at its bound
+        assert tiny.logged(trainer, "importance/mean") == [trainer.divergence.clip_max] * 3
 
     @pytest.mark.parametrize("why", ["temperature", "an own complete", "not told"])
     def test_importance_is_off_where_log_probabilities_are_unknown(self, make_trainer, why):
@@ -172,19 +138,14 @@ class TestImportance:
             def complete(self, prompt_ids):
                 return [ids[:2] for ids in super().complete(prompt_ids)]
 
-        options = {"divergence": "sampled_reverse_kl", "temperature": 0.5 if why == "temperature" else 1.0}
         rollout = (Apart if why == "not told" else Told)(tiny.recorded(tiny.tokenizer()))
         if why == "an own complete":
             told = rollout.logprobs
             rollout.logprobs = lambda prompt, ids: None if len(ids) == 2 else told(prompt, ids)
-        trainer = make_trainer(
-            cls=Own if why == "an own complete" else Weighing,
-            rollout=rollout,
-            max_steps=2,
-            **options,
-        )
+        options = {"divergence": "sampled_reverse_kl", "temperature": 0.5 if why == "temperature" else 1.0}
+        cls = Own if why == "an own complete" else Weighing
+        trainer = make_trainer(cls=cls, rollout=rollout, max_steps=2, **options)
         trainer.seen = []
         trainer.train()
-        assert [told for *_, told in trainer.seen] == [None] * len(trainer.seen)
-        assert len(trainer.seen) == 4
-        assert not [row for row in trainer.state.log_history if "importance/mean" in row]
+        assert [told for *_, told in trainer.seen] == [None] * 4
+        assert not tiny.logged(trainer, "importance/mean")

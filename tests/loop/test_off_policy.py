@@ -1,18 +1,22 @@
-"""Below `lmbda=1`, rows are learned with the dataset's completion, token by token as the student would write it."""
+"""Below `lmbda=1`, rows are learned with the dataset's completion, token by token as the student would write it.
+
+With `seq_kd` their own teacher writes them, from its own prompt.
+"""
 
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from small_methods import OffPolicyFirst
 from support import tiny
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.data.completions import completion_ids
-from trl_opsd.loop.generation import Generation
 from trl_opsd.types.loss import columns
 
 WORDS = tiny.tokenizer()
@@ -69,16 +73,6 @@ def test_lmbda_0_learns_every_row_with_its_completion(trained, kind):
     assert {row["off_policy/share"] for row in trainer.state.log_history if "loss" in row} == {1.0}
 
 
-@pytest.mark.quick
-def test_lmbda_0_equals_a_rollout_that_replays_the_dataset(trained):
-    texts = [f"{text}<|im_end|>" for text in GIVEN]
-    prompts, answers = WORDS(tiny.PROMPTS)["input_ids"], WORDS(texts)["input_ids"]
-    replayed = FixedRollout(dict(zip(map(tuple, prompts), answers, strict=True)))
-    found = tiny.weights(trained(lmbda=0.0))
-    assert torch.equal(found, tiny.weights(trained(rollout=replayed)))
-    assert not torch.equal(found, tiny.weights(trained(lmbda=1.0, rollout=HFRollout())))
-
-
 class Comparing(Recording):
     """Keeps weight and divergence of each completion, too."""
 
@@ -109,21 +103,18 @@ def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(trained):
     assert len(trainer.asked) == before + 4, "an evaluation is of the student"
 
 
-@pytest.mark.parametrize("lmbda", [0.0, 0.5, 1.0])
-def test_completion_metrics_cover_rows_of_the_student_only(make_trainer, lmbda):
+@pytest.mark.parametrize("lmbda", [0.0, 0.5])
+def test_completion_metrics_cover_rows_of_the_student_only(trained, lmbda):
     """The dataset's repeat themselves, the student's do not."""
     repeated = tiny.rows().add_column("completion", ["a" * 48] * 8)
     written = WORDS("".join(chr(97 + number % 26) for number in range(40)))["input_ids"]
     rollout = FixedRollout({tuple(ids): written for ids in WORDS(tiny.PROMPTS)["input_ids"]})
-    options = {"max_completion_length": 48, "max_steps": 6, "rollout": rollout}
-    trainer = make_trainer(cls=Recording, train_dataset=repeated, lmbda=lmbda, **{**OPTIONS, **options})
-    trainer.train()
+    given = {"max_completion_length": 48, "max_steps": 6, "rollout": rollout}
+    trainer = trained(train_dataset=repeated, lmbda=lmbda, **given)
     logs = [row for row in trainer.state.log_history if "loss" in row]
-    by_student = [row for row in logs if row.get("off_policy/share", 0.0) < 1]
-    assert [row.get("completions/repeated_ratio") for row in by_student] == [0.0] * len(by_student)
-    assert not [row for row in logs if row not in by_student and "completions/repeated_ratio" in row]
-    assert len(by_student) == 0 if lmbda == 0 else len(by_student) > 3
-    assert len({len(ids) for *_, ids in trainer.taught}) == (2 if lmbda == 0.5 else 1)
+    ratios = [row.get("completions/repeated_ratio") for row in logs]
+    assert ratios == [0.0 if row["off_policy/share"] < 1 else None for row in logs]
+    assert (0.0 in ratios) == (lmbda > 0)
 
 
 def test_resumed_run_takes_the_same_off_policy_rows(trained, tmp_path):
@@ -132,8 +123,6 @@ def test_resumed_run_takes_the_same_off_policy_rows(trained, tmp_path):
     resumed = trained(lmbda=0.5, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
     assert resumed.taught == whole.taught[8:]
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
-    with pytest.raises(ValueError, match=r"lmbda: 0\.5 in the checkpoint, 0\.7 now"):
-        trained(lmbda=0.7, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
 
 
 def test_off_policy_first_ends_on_policy_and_resumes(trained, tmp_path):
@@ -186,36 +175,12 @@ def test_a_template_that_rewrites_the_prompt_is_refused(trained):
 def test_template_that_drops_part_of_an_answer_warns_once(trained, caplog):
     words = tiny.tokenizer()
     words.chat_template = tiny.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('|')[-1]")
-    assert words.chat_template != tiny.CHAT_TEMPLATE
     answers = [[{"role": "assistant", "content": f"because|{text}"}] for text in GIVEN]
-    dataset = Dataset.from_dict({"prompt": CHAT, "completion": answers})
-    said = []
-    for given in (rows("messages"), dataset):
+    for given, said in ((rows("messages"), 0), (Dataset.from_dict({"prompt": CHAT, "completion": answers}), 1)):
         caplog.clear()
         trainer = trained(lmbda=0.0, train_dataset=given, processing_class=words)
-        said.append([record.message for record in caplog.records if "the dataset's answers" in record.message])
-    assert [len(messages) for messages in said] == [0, 1]
+        assert caplog.text.count("the dataset's answers") == said
     assert all("because" not in WORDS.decode(ids) for _, _, ids in trainer.taught)
-
-
-class Twice(Recording):
-    def complete(self, prompt_ids):
-        return [ids for written in super().complete(prompt_ids) for ids in (written, written)]
-
-
-def test_own_complete_is_checked_against_the_rows_it_was_given(trained):
-    with pytest.raises(ValueError, match=r"Twice\.complete"):
-        trained(cls=Twice, lmbda=0.5)
-
-
-def test_student_that_never_generates_is_proved(make_trainer, monkeypatch):
-    proved = []
-    monkeypatch.setattr(Generation, "prove_student", lambda self: proved.append(self))
-    trainer = make_trainer(train_dataset=rows(), lmbda=0.0, **OPTIONS)
-    proved.clear()
-    trainer._generation._is_proved = False  # as where its weights are split
-    trainer.train()
-    assert trainer._generation in proved
 
 
 @pytest.mark.parametrize(("ends", "last"), [([5], 5), ([], None)])
@@ -223,6 +188,13 @@ def test_text_completion_ends_with_an_end_token_of_the_run(ends, last):
     row = {"prompt": "a", "completion": "b"}
     ids = completion_ids(row, "row 0", WORDS("a")["input_ids"], WORDS, {}, ends, 24)
     assert ids == [*WORDS("b")["input_ids"], *([] if last is None else [last])]
+
+
+def test_student_that_never_generates_is_proved(make_trainer):
+    trainer = make_trainer(train_dataset=rows(), lmbda=0.0, **OPTIONS)
+    trainer._generation._is_proved = False  # as where its weights are split
+    trainer.train()
+    assert trainer._generation._is_proved
 
 
 def test_unknown_token_id_names_its_row(trained):
@@ -253,3 +225,75 @@ def test_sums_of_an_interrupted_step_are_not_logged_later(make_trainer):
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
     logs = tiny.logged(trainer, "off_policy/share")
     assert logs == [sum(given[at : at + 8]) / 8 for at in (0, 8)]
+
+
+# ---- Completions of the teacher --------------------------------------------------------------------------------------
+
+
+LENGTH = 6
+GREEDY = {**OPTIONS, "cls": Recording, "top_k": 1, "seq_kd": True, "max_completion_length": LENGTH, "max_steps": 2}
+SECRETS = tiny.rows().add_column("privileged_context", [f"It is {number}." for number in range(8)])
+
+
+def greedy(model, prompt, vocabulary=None):
+    """What a model writes after a prompt, one token after the other, without `generate`."""
+    ids, start = list(prompt), len(prompt)
+    while len(ids) < start + LENGTH and (len(ids) == start or ids[-1] != WORDS.eos_token_id):
+        with torch.no_grad():
+            ids.append(model(torch.tensor([ids])).logits[0, -1, :vocabulary].argmax().item())
+    return ids[start:]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_the_teacher_writes_and_the_student_does_not(trained, offload):
+    trainer = trained(**GREEDY, lmbda=0.0, teacher_offload=offload)
+    assert trainer.asked == []
+    assert len(trainer.taught) == 8
+    for _, prompt, completion in trainer.taught:
+        assert completion == greedy(trainer.teacher_model, prompt)
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    assert {row["off_policy/share"] for row in logs} == {1.0}
+    assert not trainer.teacher_model.training
+
+
+def test_a_share_of_rows_is_of_the_teacher_and_evaluations_are_of_the_student(trained):
+    trainer = trained(**{**GREEDY, "max_steps": 4}, lmbda=0.5, learning_rate=1e-12, eval_dataset=tiny.rows(4))
+    by_student = [ids == greedy(trainer.model, prompt) for _, prompt, ids in trainer.taught]
+    by_teacher = [ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught]
+    assert all(one != other for one, other in zip(by_student, by_teacher, strict=True))
+    assert 4 <= sum(by_teacher) <= 12, "of 16"
+    assert len(trainer.asked) == sum(by_student)
+    trainer.evaluate()
+    assert len(trainer.asked) == sum(by_student) + 4
+
+
+@pytest.mark.parametrize("kind", [None, "base", "live", "ema"])
+def test_the_teacher_writes_from_its_own_prompt(trained, kind):
+    own = {} if kind is None else {"teacher_model": None, "teacher_model_kind": kind}
+    if kind == "base":
+        own["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = trained(**GREEDY, lmbda=0.0, learning_rate=1e-12, train_dataset=SECRETS, **own)
+    writes = trainer.model if kind else trainer.teacher_model
+    with trainer.model.disable_adapter() if kind == "base" else nullcontext():
+        for row, prompt, completion in trainer.taught:
+            secret = WORDS(f"{row['privileged_context']}\n\n{row['prompt']}")["input_ids"]
+            assert completion == greedy(writes, secret)
+            assert WORDS.decode(prompt) == row["prompt"], "the student learns to write it without"
+    assert any(completion != greedy(writes, prompt) for _, prompt, completion in trainer.taught)
+
+
+def test_each_of_several_teachers_writes_its_rows(trained):
+    teachers = {"wide": tiny.qwen2(48, seed=1), "narrow": tiny.qwen2(16, seed=2)}
+    dataset = tiny.rows().add_column("teacher", ["wide", "narrow", "narrow", "wide"] * 2)
+    trainer = trained(**GREEDY, lmbda=0.0, teacher_model=teachers, train_dataset=dataset)
+    assert {row["teacher"] for row, _, _ in trainer.taught} == set(teachers)
+    for row, prompt, completion in trainer.taught:
+        assert completion == greedy(teachers[row["teacher"]], prompt)
+
+
+def test_a_resumed_run_has_the_same_samples(trained, tmp_path):
+    sampled = {**GREEDY, "top_k": 0, "lmbda": 0.5, "rollout": HFRollout(), "max_steps": 4}
+    whole = trained(**sampled, save_strategy="steps", save_steps=2)
+    resumed = trained(**sampled, resume=str(tmp_path / "checkpoint-2"))
+    assert resumed.taught == whole.taught[8:]
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))

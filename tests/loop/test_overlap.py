@@ -7,13 +7,14 @@ import math
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from support import tiny
+from support import faults, tiny
 from support.rollouts import Apart
 from test_dealing import ragged
 from transformers import TrainerCallback
@@ -54,20 +55,18 @@ class ByLength(Watched):
         return rollout.weights * rollout.weights.sum(1, keepdim=True) / 7
 
 
-def trained(make_trainer, cls=Watched, order=0, **options):
-    dataset, answers = recorded()
+def built(make_trainer, cls=Watched, rollout=Apart, rows=8 * STEPS, empty=2, **options):
+    """A trainer of steps of eight ragged rows."""
+    dataset, answers = recorded(rows, empty)
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": STEPS, **options}
     if isinstance(options.get("teacher_model"), dict):
         dataset = dataset.add_column("teacher", [("one", "two", "two")[row % 3] for row in range(len(dataset))])
-    trainer = make_trainer(
-        cls,
-        train_dataset=dataset,
-        rollout=Apart(answers, order),
-        max_completion_length=120,
-        logging_steps=1,
-        shuffle_dataset=False,
-        **options,
-    )
+    given = {"train_dataset": dataset, "rollout": rollout(answers), "max_completion_length": 120}
+    return make_trainer(cls, **given, shuffle_dataset=False, **options)
+
+
+def trained(make_trainer, cls=Watched, **options):
+    trainer = built(make_trainer, cls, **options)
     trainer.train()
     return trainer
 
@@ -78,8 +77,12 @@ def relative(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return float((flat[0] - flat[1]).abs().max() / flat[1].abs().max())
 
 
+def worth(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
 WAYS: dict[str, dict[str, Any]] = {
-    "full": {},
+    "full": {"reward_funcs": worth},
     "an adapter, packed": {**LORA, "padding_free": True},
     "weights by row, clipped": {"cls": ByLength, "max_grad_norm": 1e-3},
     "several teachers, a budget": {
@@ -99,17 +102,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_rewards_are_logged_as_those_of_a_waiting_step(make_trainer):
-    def worth(completions, **_):
-        return [float(len(text)) for text in completions]
-
-    waits, overlaps = (trained(make_trainer, reward_funcs=worth, overlap=overlap) for overlap in (None, "step"))
-    rewards = tiny.logged(waits, "reward")
-    assert len({*rewards}) == STEPS
-    assert tiny.logged(overlaps, "reward") == rewards
-    assert tiny.logged(overlaps, "rewards/worth/std") == tiny.logged(waits, "rewards/worth/std")
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_overlapped_gradient_equals_that_of_a_waiting_step(make_trainer, way):
     def options():
@@ -120,11 +112,9 @@ def test_overlapped_gradient_equals_that_of_a_waiting_step(make_trainer, way):
 
     waits = trained(make_trainer, **options())
     overlaps = trained(make_trainer, overlap="step", **options())
-    first = [relative(mine[0], theirs[0]) for mine, theirs in [(overlaps.gradients, waits.gradients)]]
-    weights = relative(list(overlaps.model.parameters()), list(waits.model.parameters()))
-    print(f"{way}: gradient {first[0]:.1e}, weights {weights:.1e}")
-    assert first[0] <= 1e-6
-    assert weights <= 2e-6  # the optimizer divides rounding by small second moments: 1.2e-6 was measured
+    assert relative(overlaps.gradients[0], waits.gradients[0]) <= 1e-6
+    # the optimizer divides rounding by small second moments: 1.2e-6 was measured
+    assert relative(list(overlaps.model.parameters()), list(waits.model.parameters())) <= 2e-6
     assert overlaps.rollout.events.count("ended") == STEPS
     mine, theirs = overlaps.state.log_history, waits.state.log_history
     assert len(mine) == len(theirs)
@@ -132,7 +122,7 @@ def test_overlapped_gradient_equals_that_of_a_waiting_step(make_trainer, way):
         for name in {"loss", "grad_norm", "divergence/mean", "entropy/student", "entropy/teacher"} & set(other):
             assert entry[name] == pytest.approx(other[name], rel=1e-5), name
         for name in other:
-            if name.startswith(("completions/", "num_tokens", "epoch", "learning_rate")):
+            if name.startswith(("completions/", "num_tokens", "epoch", "learning_rate", "reward")):
                 assert entry[name] == other[name], name
         assert set(other) <= set(entry)
 
@@ -152,19 +142,8 @@ def test_rows_are_learned_before_the_last_is_written(make_trainer):
             while [event[0] for event in rollout.events].count("learns") < 2 and time.monotonic() < until:
                 time.sleep(0.01)
 
-    dataset, answers = recorded()
-    rollout = Apart(answers, before=before)
-    trainer = make_trainer(
-        Listening,
-        train_dataset=dataset,
-        rollout=rollout,
-        max_completion_length=120,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        max_steps=1,
-        logging_steps=1,
-        overlap="step",
-    )
+    trainer = built(make_trainer, Listening, partial(Apart, before=before), max_steps=1, overlap="step")
+    rollout = trainer.rollout
     trainer.train()
     events = [event for event in rollout.events if isinstance(event, tuple)]
     assert [event[0] for event in events].index("learns") < 8, "nothing was learned before the last row came"
@@ -186,20 +165,7 @@ def test_loss_divisor_is_power_of_two_near_the_last_step(make_trainer):
 
 def in_float16(make_trainer, overlap):
     """Steps in float16 with a scaler of the loss, which accelerate has on accelerators only."""
-    dataset, answers = recorded()
-    trainer = make_trainer(
-        Watched,
-        train_dataset=dataset,
-        rollout=Apart(answers),
-        max_completion_length=120,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        max_steps=STEPS,
-        logging_steps=1,
-        shuffle_dataset=False,
-        overlap=overlap,
-        learning_rate=1e-12,  # the same weights in each step
-    )
+    trainer = built(make_trainer, overlap=overlap, learning_rate=1e-12)  # the same weights in each step
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     set_known(trainer.accelerator.state, _mixed_precision="fp16")
     set_known(trainer.accelerator, native_amp=True)
@@ -214,7 +180,6 @@ def test_overlap_keeps_the_precision_of_float16_with_a_loss_scale(make_trainer):
         overlap: [relative(*pair) for pair in zip(in_float16(make_trainer, overlap).gradients, exact, strict=True)]
         for overlap in (None, "step")
     }
-    print("largest error of a gradient in float16, of its largest number:", errors)
     for waits, overlaps in zip(errors[None][1:], errors["step"][1:], strict=True):
         assert 1e-5 < overlaps < 1.2 * waits
 
@@ -222,16 +187,14 @@ def test_overlap_keeps_the_precision_of_float16_with_a_loss_scale(make_trainer):
 def test_deterministic_overlap_does_not_depend_on_the_order_of_arrival(make_trainer):
     options = {"overlap": "step", "max_tokens_per_microbatch": 200}
     found = {
-        deterministic: [trained(make_trainer, order=order, deterministic=deterministic, **options) for order in (0, 10)]
+        deterministic: [
+            trained(make_trainer, rollout=partial(Apart, order=order), deterministic=deterministic, **options)
+            for order in (0, 10)
+        ]
         for deterministic in (True, False)
     }
-    equal = {
-        deterministic: all(
-            torch.equal(*pair) for pair in zip(*(one.model.parameters() for one in trainers), strict=True)
-        )
-        for deterministic, trainers in found.items()
-    }
-    assert equal == {True: True, False: False}
+    for deterministic, trainers in found.items():
+        assert torch.equal(*map(tiny.weights, trainers)) is deterministic
     orders = [[event[1] for event in one.rollout.events if event[0] == "row"] for one in found[True]]
     assert orders[0] != orders[1]
 
@@ -262,17 +225,8 @@ class Failing(OPSDTrainer):
 
 def fast(make_trainer, cls=OPSDTrainer, rollout=None, **options):
     """A trainer of three steps of four short rows, in two calls each."""
-    return make_trainer(
-        cls,
-        rollout=rollout or Apart(tiny.recorded(tiny.tokenizer())),
-        **{
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "overlap": "step",
-            "logging_steps": 1,
-            **options,
-        },
-    )
+    given = {"gradient_accumulation_steps": 2, "overlap": "step", **options}
+    return make_trainer(cls, rollout=rollout or Apart(tiny.recorded(tiny.tokenizer())), **given)
 
 
 @pytest.mark.parametrize("verb", ["stream", "teach", "compare"])
@@ -299,26 +253,17 @@ def test_a_step_that_fails_leaves_nothing_behind(make_trainer, verb):
     assert threading.active_count() < 20
 
 
-class SpoiledOnce(OPSDTrainer):
-    """Is taught what is no number in the second step, and keeps the weights before each."""
-
-    def teach(self, rollout, rows):
-        self.seen = getattr(self, "seen", {})
-        self.seen.setdefault(self.state.global_step, tiny.weights(self))
-        targets = super().teach(rollout, rows)
-        if self.state.global_step == 1:
-            targets.hidden[0].fill_(float("nan"))
-        return targets
-
-
 def test_a_skipped_step_changes_nothing_and_the_next_one_learns(make_trainer):
-    trainer = fast(make_trainer, SpoiledOnce, nonfinite="skip")
+    trainer = fast(make_trainer, nonfinite="skip")
+    faults.poison(trainer, "teacher", rank=0)
+    watching = faults.Watching(trainer.model)
+    trainer.add_callback(watching)
     trainer.train()
-    before, after, skipped = (trainer.seen[step] for step in range(3))
-    assert not torch.equal(before, after)
-    assert torch.equal(after, skipped)
-    assert not torch.equal(skipped, tiny.weights(trainer))
-    assert [one["nonfinite/skipped_steps"] for one in trainer.state.log_history if "loss" in one] == [0, 1, 1]
+    before, after, skipped = (watching.before[step] for step in (1, 2, 3))
+    assert not faults.same(before, after)
+    assert faults.same(after, skipped)
+    assert not faults.same(skipped, watching.now())
+    assert tiny.logged(trainer, "nonfinite/skipped_steps") == [0, 1, 1]
 
 
 def test_resumed_deterministic_overlap_is_bit_equal(make_trainer, tmp_path):
@@ -339,8 +284,8 @@ def test_resumed_deterministic_overlap_is_bit_equal(make_trainer, tmp_path):
 class Early(FrozenTeacher):
     """Notes what it is told of, and what it reads."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self):
+        super().__init__(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
         self.events = []
 
     def expect(self, rollout):
@@ -366,23 +311,21 @@ class Streaming(Apart):
 
 @pytest.mark.parametrize("kind", [Apart, Streaming])
 def test_teacher_expects_each_row_before_reading_it(make_trainer, kind):
-    words = tiny.tokenizer()
-    teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
+    words, teacher = tiny.tokenizer(), Early()
     rows = tiny.rows().add_column("teacher_prompt", [f"{prompt}?" for prompt in tiny.PROMPTS])
-    rollout = kind(tiny.recorded(words))
-    trainer = fast(make_trainer, teacher_model=teacher, rollout=rollout, train_dataset=rows, max_steps=1)
-    trainer.train()
-    what, _ = teacher.events.pop(0)
+    fast(
+        make_trainer, teacher_model=teacher, rollout=kind(tiny.recorded(words)), train_dataset=rows, max_steps=1
+    ).train()
+    (what, _), *events = teacher.events
     assert what == "forgets", "what an interrupted step has left"
-    assert "forgets" not in dict(teacher.events)
-    told = [row for what, rows in teacher.events if what == "expects" for row in rows]
+    assert "forgets" not in dict(events)
+    told = [row for what, rows in events if what == "expects" for row in rows]
     assert len(told) == 4
     for row in told:
-        assert [what for what, rows in teacher.events if row in rows][:2] == ["expects", "reads"]
-    if kind is Streaming:
-        kinds = [what for what, _ in teacher.events]
-        assert kinds[:5] == ["expects"] * 4 + ["reads"], "row by row, and then the whole batch at once"
-        assert len(teacher.events[4][1]) == 4
+        assert [what for what, rows in events if row in rows][:2] == ["expects", "reads"]
+    if kind is Streaming:  # row by row, and then the whole batch at once
+        assert [what for what, _ in events][:5] == ["expects"] * 4 + ["reads"]
+        assert len(events[4][1]) == 4
     ends = {words(f"{prompt}?")["input_ids"][-1] for prompt in tiny.PROMPTS}
     assert {prompt[-1] for prompt, _ in told} == ends, "after the teacher's own prompt"
 
@@ -390,9 +333,8 @@ def test_teacher_expects_each_row_before_reading_it(make_trainer, kind):
 @pytest.mark.parametrize("overlap", ["step", None])
 def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch, overlap):
     """Each process has a client of its own, which has asked for them already."""
-    teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
     rollout = Streaming(tiny.recorded(tiny.tokenizer()))
-    trainer = fast(make_trainer, teacher_model=teacher, rollout=rollout, overlap=overlap)
+    trainer = fast(make_trainer, teacher_model=Early(), rollout=rollout, overlap=overlap)
     offered = []
     monkeypatch.setattr(batch, "exchanged", lambda _, *given: offered.append(given) or given)
     trainer.score(list(trainer.train_dataset)[:2])
@@ -412,7 +354,7 @@ def test_a_process_without_rows_left_repeats_one_without_weight(make_trainer):
 
 def test_evaluation_does_not_stream_rows(make_trainer):
     """Else it would take the seeds of the training's rows, and a resumed run would write others."""
-    teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
+    teacher = Early()
     trainer = fast(make_trainer, teacher_model=teacher, eval_dataset=tiny.rows(4))
     trainer.evaluate()
     assert trainer.rollout.events == []
@@ -422,21 +364,14 @@ def test_evaluation_does_not_stream_rows(make_trainer):
 class Ends(TrainerCallback):
     """Ends the first epoch, or the training, within its second step or before it."""
 
-    def __init__(self, what, within):
-        self.what, self.within, self.ended = what, within, False
+    def __init__(self, what, event):
+        self.what, self.ended = what, False
+        setattr(self, event, self.end)
 
-    def _end(self, state, control):
+    def end(self, args, state, control, **kwargs):
         if state.global_step == 1 and not self.ended:
             self.ended = True
             setattr(control, f"should_{self.what}_stop", True)
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        if self.within:
-            self._end(state, control)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if not self.within:
-            self._end(state, control)
 
 
 class Learned(OPSDTrainer):
@@ -447,41 +382,19 @@ class Learned(OPSDTrainer):
         return super().compare(student, rollout, targets, num_items)
 
 
-def ended(make_trainer, what, within, overlap):
-    dataset, answers = recorded(24, empty=0)
-    trainer = make_trainer(
-        Learned,
-        train_dataset=dataset,
-        rollout=Apart(answers),
-        max_completion_length=120,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_steps=5,
-        logging_steps=1,
-        shuffle_dataset=False,
-        overlap=overlap,
-        callbacks=[Ends(what, within)],
-    )
-    trainer.learned = collections.defaultdict(list)
-    trainer.train()
-    numbers = {tuple(ids): row for row, ids in enumerate(trainer.tokenize(list(dataset["prompt"])))}
-    return trainer, [sorted(numbers[tuple(ids)] for ids in trainer.learned[step]) for step in sorted(trainer.learned)]
-
-
-@pytest.mark.parametrize(
-    ("what", "overlap"),
-    [
-        ("epoch", None),
-        ("epoch", "ahead"),
-        ("training", "step"),
-        pytest.param("epoch", "step", marks=pytest.mark.long),
-        pytest.param("training", None, marks=pytest.mark.long),
-        pytest.param("training", "ahead", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("what", "overlap"), [("epoch", None), ("epoch", "ahead"), ("training", "step")])
 def test_a_step_that_is_stopped_within_is_none(make_trainer, what, overlap):
-    trainer, steps = ended(make_trainer, what, True, overlap)
-    expected, _ = ended(make_trainer, what, False, overlap)
+    def ended(event):
+        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 5}
+        callbacks = [Ends(what, event)]
+        trainer = built(make_trainer, Learned, rows=24, empty=0, overlap=overlap, callbacks=callbacks, **options)
+        trainer.learned = collections.defaultdict(list)
+        trainer.train()
+        return trainer
+
+    trainer, expected = ended("on_substep_end"), ended("on_step_end")
+    prompts = trainer.tokenize(list(trainer.train_dataset["prompt"]))
+    steps = [sorted(prompts.index(ids) for ids in each) for _, each in sorted(trainer.learned.items())]
     epoch = [list(range(start, start + 8)) for start in (0, 8, 16)]
     assert steps == [epoch[0], *(epoch if what == "epoch" else [])]
     assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
@@ -490,26 +403,25 @@ def test_a_step_that_is_stopped_within_is_none(make_trainer, what, overlap):
     for entry, other in zip(mine, theirs, strict=True):
         for name in {"loss", "grad_norm", "epoch", "num_tokens", "overlap/staleness"} & set(other):
             assert entry[name] == other[name], name
-    stale = [entry["overlap/staleness"] for entry in mine if "overlap/staleness" in entry]
-    assert stale == ([0, 0, 1, 1][: len(steps)] if overlap == "ahead" else [])
+    assert tiny.logged(trainer, "overlap/staleness") == ([0, 0, 1, 1][: len(steps)] if overlap == "ahead" else [])
     trainer.learned.clear()
     trainer.train()
-    assert sorted(numbers for numbers in trainer.learned) == list(range(5)), "another training asks for nothing"
+    assert sorted(trainer.learned) == list(range(5)), "another training asks for nothing"
 
 
 # ---- What cannot overlap ---------------------------------------------------------------------------------------------
 
 
+STAGE_2 = {"zero_optimization": {"stage": 2}}
+
+
 @pytest.mark.parametrize(
     ("config", "setting"),
     [
-        ({"zero_optimization": {"stage": 2}}, None),
+        (STAGE_2, None),
         ({}, "zero_optimization.stage"),
-        ({"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),
-        (
-            {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
-            "torch_autocast.dtype",
-        ),
+        ({**STAGE_2, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),
+        ({**STAGE_2, "torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
         (
             {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
             "data_types.grad_accum_dtype",
@@ -523,20 +435,21 @@ def test_deepspeed_settings_without_a_mendable_gradient_are_found(config, settin
 # ---- Which rows are read together ------------------------------------------------------------------------------------
 
 
-def waiting(lengths, rows=2, budget=None, packed=False, multiple=1, in_order=False):
-    return Waiting([1] * len(lengths), rows=rows, budget=budget, packed=packed, multiple=multiple, in_order=in_order)
+def waiting(lengths, arriving=(), rows=2, budget=None, packed=False, multiple=1, in_order=False):
+    found = Waiting([1] * len(lengths), rows=rows, budget=budget, packed=packed, multiple=multiple, in_order=in_order)
+    for row in arriving:
+        found.add(row, [7] * (lengths[row] - 1))
+    return found
 
 
 def groups(arriving, lengths, **how):
     """The micro-batches after each row that comes."""
-    rows = waiting(lengths, **how)
-    found = []
+    rows, found = waiting(lengths, **how), []
     for row in arriving:
         rows.add(row, [7] * (lengths[row] - 1))
-        taken = []
+        found.append([])
         while rows.left and (group := rows.take()) is not None:
-            taken.append(group)
-        found.append(taken)
+            found[-1].append(group)
     assert rows.left == 0
     assert rows.take() == []
     return found
@@ -551,15 +464,9 @@ def test_rows_are_read_as_they_come():
 def test_budget_reads_arrived_rows_at_once_unless_in_order():
     assert groups([2, 0, 1], [4, 4, 9], budget=8) == [[[2]], [[0]], [[1]]], "a longer row by itself"
     assert groups([2, 0, 1], [4, 4, 9], budget=8, in_order=True) == [[], [], [[0, 1], [2]]]
-    rows = waiting([4, 5, 3], budget=12)
-    for row in (1, 0, 2):
-        rows.add(row, [7] * ([4, 5, 3][row] - 1))
-    assert rows.take() == [1, 0], "padded to the longest: 10 of 12 tokens, three would be 15"
-    packed = waiting([4, 5, 3], budget=12, packed=True)
-    padded = waiting([4, 5, 3], budget=12, multiple=8)
-    for row in (1, 0, 2):
-        packed.add(row, [7] * ([4, 5, 3][row] - 1))
-        padded.add(row, [7] * ([4, 5, 3][row] - 1))
-    assert packed.take() == [1, 0, 2]
+    given = [4, 5, 3], (1, 0, 2)
+    assert waiting(*given, budget=12).take() == [1, 0], "padded to the longest: 10 of 12 tokens, three would be 15"
+    assert waiting(*given, budget=12, packed=True).take() == [1, 0, 2]
+    padded = waiting(*given, budget=12, multiple=8)
     assert padded.take() == [1], "8 of 12 tokens"
     assert padded.shortest() == 2

@@ -11,20 +11,12 @@ from trl_opsd.loop.step_stats import PhaseClock
 
 
 def test_the_time_of_a_phase_excludes_nested_phases():
-    clock = PhaseClock()
+    clock = PhaseClock(now=iter([1.0, 2.0, 5.0, 6.0, 8.0, 11.0]).__next__)
     with clock("outer"):
-        time.sleep(0.01)
-        with clock("inner"):
-            time.sleep(0.05)
-    assert clock.seconds["inner"] >= 0.05
-    assert 0.01 <= clock.seconds["outer"] < 0.05
-
-
-def test_a_phase_is_timed_by_the_clock_that_is_given():
-    clock = PhaseClock(now=iter([1.0, 2.0, 5.0, 11.0]).__next__)
-    with clock("outer"), clock("inner"):
-        pass
-    assert clock.seconds == {"outer": 7.0, "inner": 3.0}
+        for _ in range(2):
+            with clock("inner"):
+                pass
+    assert clock.seconds == {"outer": 5.0, "inner": 5.0}
 
 
 def test_queued_work_counts_for_the_phase_that_queued_it(monkeypatch):

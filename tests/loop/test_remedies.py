@@ -15,7 +15,6 @@ from support.rollouts import Answering
 from trl_opsd import HFRollout, OPSDTrainer
 
 WORDS = tiny.tokenizer()
-RATE = 1e-2
 
 
 def answer(prompt_ids: list[int]) -> list[int]:
@@ -31,53 +30,40 @@ def rows(**columns: list[Any]) -> Dataset:
     return Dataset.from_dict({"prompt": tiny.PROMPTS, **contexts, **columns})
 
 
-@pytest.fixture
-def trained(trained):
-    options = {
-        "learning_rate": RATE, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 1e9,
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "shuffle_dataset": False,
-    }  # fmt: skip
-    return lambda cls=OPSDTrainer, **given: trained(
-        cls, **{"train_dataset": rows(), "rollout": Answering(answer), **options, **given}
-    )
+OPTIONS = {"train_dataset": rows(), "rollout": Answering(answer), "learning_rate": 1e-2}
 
 
 @pytest.mark.parametrize("options", [{}, {"extrapolation": 1.25}, {"contrast_weight": 0.5}], ids=str)
 def test_a_student_has_not_left_its_anchor_at_first(trained, options):
-    trainer = trained(anchor_weight=0.3, student_temperature=1.4, teacher_temperature=0.6, **options)
-    first, second = tiny.logged(trainer, "anchor/mean")
+    options |= {"student_temperature": 1.4, "teacher_temperature": 0.6, "optim": "sgd", "max_steps": 2}
+    first, second = tiny.logged(trained(anchor_weight=0.3, **OPTIONS, **options), "anchor/mean")
     assert abs(first) < 1e-6 < second
 
 
 # ---- Short completions first -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
+def test_completions_grow_to_their_limit_also_after_a_resume(make_trainer, tmp_path):
     class Noting(OPSDTrainer):
         def teach(self, rollout, rows):
             if self.model.training:
                 longest.append(rollout.completion_mask.sum(1).max().item())
             return super().teach(rollout, rows)
 
-    longest: list[int] = []
-    options = {
-        "rollout": HFRollout(), "max_completion_length": 20, "max_steps": 6,
-        "learning_rate": 1e-9, "save_strategy": "steps", "save_steps": 2,
-    }  # fmt: skip
-    trainer = make_trainer(Noting, **options, methods=[ShortAtFirst(4, 4)])
+    def built():
+        return make_trainer(
+            Noting, rollout=HFRollout(), methods=[ShortAtFirst(4, 4)], max_completion_length=20, max_steps=6,
+            learning_rate=1e-9, save_strategy="steps", save_steps=2,
+        )  # fmt: skip
+
+    longest, limits = [], [4, 8, 12, 16, 20, 20]
+    trainer = built()
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    limits = [4, 8, 12, 16, 20, 20]
-    assert [entry["completions/limit"] for entry in logs] == limits
-    assert longest == limits
-    evaluated = trainer.predict(tiny.rows(4)).predictions
-    assert evaluated.shape[1] > 16, "an evaluation has the whole length"
-    if resumes:
-        again = make_trainer(Noting, **options, methods=[ShortAtFirst(4, 4)])
-        longest.clear()
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert [entry["completions/limit"] for entry in again.state.log_history if "loss" in entry] == limits
+    assert tiny.logged(trainer, "completions/limit") == longest == limits
+    assert trainer.predict(tiny.rows(4)).predictions.shape[1] > 16, "an evaluation has the whole length"
+    again = built()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert tiny.logged(again, "completions/limit") == limits
 
 
 # ---- The student as it was passed ------------------------------------------------------------------------------------
@@ -85,8 +71,8 @@ def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
 
 def test_it_stays_when_a_run_resumes(make_trainer, tmp_path):
     options = {
-        "train_dataset": rows(), "rollout": Answering(answer), "learning_rate": 1e-2, "max_steps": 4,
-        "anchor_weight": 0.2, "extrapolation": 1.2, "contrast_weight": 0.5, "save_strategy": "steps", "save_steps": 2,
+        **OPTIONS, "max_steps": 4, "anchor_weight": 0.2, "extrapolation": 1.2, "contrast_weight": 0.5,
+        "save_strategy": "steps", "save_steps": 2,
     }  # fmt: skip
     whole, resumed = make_trainer(**options), make_trainer(**options)
     whole.train()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
-from small_methods import Discounted
 from support import tiny
 
 from trl_opsd import OPSDTrainer
@@ -21,9 +20,6 @@ from trl_opsd.types import LossParts, Rollout, RowTargets, Sampled, TeacherTarge
 CRITERIA = (*EARLY, *LATE)
 FRACTION = 0.4
 SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 1}
-
-every_criterion = pytest.mark.parametrize("criterion", CRITERIA)
-one_of_each = pytest.mark.parametrize("criterion", ["prefix", "student_entropy"])
 ONE_STEP = {**SGD, "per_device_train_batch_size": 8, "token_fraction": FRACTION}
 
 
@@ -44,81 +40,60 @@ def parameters(trainer):
     return [one for one in trainer.model.parameters() if one.requires_grad]
 
 
-def oracle(trainer, criterion, fraction=FRACTION):
+def oracle(trainer, criterion):
     """The loss of the step that was weighed and its gradient, in float64: each row is read alone and whole, all of its
     tokens are compared, some of them are kept, and the mean is over those of the whole step.
     """
     models = [trainer.model, *(teacher.model for teacher in trainer.teachers.values())]
     student, *teachers = (model.double().eval() for model in models)
     total, divisor = torch.zeros((), dtype=torch.float64), 0.0
-    for rollout, rows, weights in trainer.weighed:
-        for number, (prompt, completion) in enumerate(
-            zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
-        ):
-            teacher = teachers[0 if len(teachers) == 1 else list(trainer.teachers).index(rows[number]["teacher"])]
-            ids, first = torch.tensor([[*prompt, *completion]]), len(prompt) - 1
-            sides = [
-                LazyLogits(logits, OutputHead(torch.eye(logits.size(-1), dtype=torch.float64)))
-                for logits in (student(ids).logits[0, first:-1], teacher(ids).logits[0, first:-1].detach())
-            ]
-            drawn = Sampled(torch.tensor(completion))
-            of_all = dense_divergence(*sides, trainer.divergence, kl_clip=trainer.args.kl_clip, sampled=drawn)
-            value = of_all.divergence.detach()
-            n = len(completion)
-            k = -(-round(fraction * n, 6) // 1)
-            kept = {
-                "prefix": torch.arange(n) < k,
-                "random": rollout.weights[number, :n] != 0,
-                "student_entropy": _highest(of_all.student_entropy, int(k)),
-                "teacher_divergence": _highest(value.abs() if trainer.learns_from_draws else value, int(k)),
-                "teacher_confidence": _highest(-of_all.teacher_entropy, int(k)),
-                "student_surprise": _highest(-_chosen(sides[0], completion), int(k)),
-            }[criterion]
-            assert kept.sum() == k
-            factor = 0.9 if trainer.args.gradient_accumulation_steps > 1 else 1.0
-            wanted = kept * factor ** torch.arange(n, dtype=torch.float64)
-            if criterion in LATE:  # a row counts as much as k of its n tokens would on average
-                wanted *= k / n * weights[number].double().sum() / wanted.sum()
-            total = total + (wanted * of_all.divergence).sum()
-            divisor += float(wanted.sum())
+    ((rollout, rows, weights),) = trainer.weighed
+    pairs = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+    for number, (prompt, completion) in enumerate(pairs):
+        teacher = teachers[0 if len(teachers) == 1 else list(trainer.teachers).index(rows[number]["teacher"])]
+        ids, first = torch.tensor([[*prompt, *completion]]), len(prompt) - 1
+        sides = [
+            LazyLogits(logits, OutputHead(torch.eye(logits.size(-1), dtype=torch.float64)))
+            for logits in (student(ids).logits[0, first:-1], teacher(ids).logits[0, first:-1].detach())
+        ]
+        drawn = Sampled(torch.tensor(completion))
+        of_all = dense_divergence(*sides, trainer.divergence, kl_clip=trainer.args.kl_clip, sampled=drawn)
+        value = of_all.divergence.detach()
+        chosen = sides[0].hidden.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+        scores = {
+            "student_entropy": of_all.student_entropy,
+            "teacher_divergence": value.abs() if trainer.learns_from_draws else value,
+            "teacher_confidence": -of_all.teacher_entropy,
+            "student_surprise": -chosen,
+        }[criterion]
+        n, k = len(completion), math.ceil(FRACTION * len(completion))
+        kept = torch.zeros(n, dtype=torch.bool).index_fill(0, scores.detach().topk(k).indices, True)
+        # A row counts as much as k of its n tokens would on average.
+        wanted = kept / n * weights[number].double().sum()
+        total = total + (wanted * of_all.divergence).sum()
+        divisor += float(wanted.sum())
     gradients = torch.autograd.grad(total / divisor, parameters(trainer))
     for model in models:
         model.float()
     return float(total.detach()) / divisor, [one.float() for one in gradients]
 
 
-def _chosen(student, completion):
-    """The log-probabilities of the tokens of a completion."""
-    return student.hidden.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
-
-
-def _highest(scores, k):
-    return torch.zeros(len(scores), dtype=torch.bool).index_fill(0, scores.detach().topk(k).indices, True)
-
-
 WAYS = {
-    "at once": {"per_device_train_batch_size": 8},
-    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "methods": [Discounted(0.9)]},
-    "packed": {"per_device_train_batch_size": 8, "padding_free": True, "kl_clip": 0.005},
-    "draws": {"per_device_train_batch_size": 8, "divergence": "sampled_reverse_kl"},
-    "a budget": {"per_device_train_batch_size": 8, "max_tokens_per_microbatch": 16, "loss_chunk_tokens": 2},
-    "lora": {"per_device_train_batch_size": 8, "peft_config": LoraConfig(r=4, target_modules="all-linear")},
-    "several teachers": {
-        "per_device_train_batch_size": 8,
-        "train_dataset": Dataset.from_dict({"prompt": tiny.PROMPTS, "teacher": ["a", "b"] * 4}),
-    },
+    "packed": ("teacher_divergence", {"padding_free": True, "kl_clip": 0.005}),
+    "draws": ("teacher_divergence", {"divergence": "sampled_reverse_kl"}),
+    "a budget": ("student_surprise", {"max_tokens_per_microbatch": 16, "loss_chunk_tokens": 2}),
+    "lora": ("student_entropy", {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
+    "several teachers": ("teacher_confidence", {"train_dataset": tiny.rows().add_column("teacher", ["a", "b"] * 4)}),
 }
+"""What `equivalence/test_pairs.py` does not have."""
 
 
-CASES = [(one, "accumulated") for one in CRITERIA] + [(LATE[number % 4], way) for number, way in enumerate(WAYS)]
-
-
-@pytest.mark.parametrize(("criterion", "way"), sorted(set(CASES)))
-def test_gradient_is_that_of_the_mean_over_kept_tokens(make_trainer, criterion, way):
-    options = dict(WAYS[way])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_is_that_of_the_mean_over_kept_tokens(make_trainer, way):
+    criterion, options = WAYS[way]
     if way == "several teachers":
-        options["teacher_model"] = {"a": tiny.qwen2(48, seed=1), "b": tiny.llama(64, seed=2)}
-    trainer = make_trainer(Seeing, token_selection=criterion, token_fraction=FRACTION, **SGD, **options)
+        options = {**options, "teacher_model": {"a": tiny.qwen2(48, seed=1), "b": tiny.llama(64, seed=2)}}
+    trainer = make_trainer(Seeing, token_selection=criterion, **ONE_STEP, **options)
     before = [one.detach().clone() for one in parameters(trainer)]
     trainer.train()
     moved = [was - now.detach() for was, now in zip(before, parameters(trainer), strict=True)]
@@ -186,62 +161,55 @@ def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     assert float(found.loss) == pytest.approx(float(values[:3].mean()), rel=1e-4)
 
 
-def test_random_selection_depends_on_seed_step_and_row_only(make_trainer, tmp_path):
-    def trained(resume=None, **options):
+def test_random_selection_depends_on_seed_step_and_row_only(trained, tmp_path):
+    def kept(**options):
         given = {"per_device_train_batch_size": 8, "token_selection": "random", "token_fraction": 0.5, "max_steps": 2}
-        trainer = make_trainer(Seeing, shuffle_dataset=False, **{**given, **options})
-        trainer.train(resume_from_checkpoint=resume)
         return [
-            {
-                row["prompt"]: weights[:n].tolist()
-                for row, weights, n in zip(rows, one.weights, _lengths(one), strict=True)
-            }
-            for one, rows, _ in trainer.weighed
+            {row["prompt"]: kept[:n] for row, kept, n in zip(rows, one.weights.tolist(), lengths(one), strict=True)}
+            for one, rows, _ in trained(Seeing, shuffle_dataset=False, **given, **options).weighed
         ]
 
-    whole = trained(save_strategy="steps", save_steps=1)
+    def lengths(rollout):
+        return [one.completion for one in rollout.measured()]
+
+    whole = kept(save_strategy="steps", save_steps=1)
     assert whole[0] != whole[1], "another part in each step"
-    assert any(sum(kept[: len(kept) // 2]) < len(kept) // 2 for kept in whole[0].values()), "not the first"
-    assert trained(str(tmp_path / "checkpoint-1")) == whole[1:]
-    with pytest.raises(ValueError, match=r"fraction=0\.5.* in the checkpoint, .*fraction=0\.4.* now"):
-        trained(str(tmp_path / "checkpoint-1"), token_fraction=0.4)
-    assert trained(seed=43)[0] != whole[0]
-
-
-def _lengths(rollout):
-    return [one.completion for one in rollout.measured()]
+    assert any(sum(each[: len(each) // 2]) < len(each) // 2 for each in whole[0].values()), "not the first"
+    assert kept(resume=str(tmp_path / "checkpoint-1")) == whole[1:]
+    assert kept(seed=43)[0] != whole[0]
 
 
 # ---- What it saves ---------------------------------------------------------------------------------------------------
 
 
-class Read:
-    """Counts the tokens that pass through each model."""
-
-    def __init__(self, trainer):
-        self.tokens = {}
-        for role, model in (("student", trainer.model), ("teacher", trainer.teacher_model)):
-            model.get_input_embeddings().register_forward_hook(lambda _, ids, __, role=role: self.count(role, ids[0]))
-
-    def count(self, role, ids):
-        self.tokens[role] = self.tokens.get(role, 0) + ids.numel()
-
-
 def test_neither_model_reads_beyond_the_prefix(make_trainer):
-    words = tiny.tokenizer()
-    rows = tiny.recorded(words)
-    trainer = make_trainer(Seeing, token_selection="prefix", padding_free=True, **ONE_STEP)
-    read = Read(trainer)
+    rows = tiny.recorded(tiny.tokenizer())
+    trainer = make_trainer(token_selection="prefix", padding_free=True, **ONE_STEP)
+    read = {trainer.model: 0, trainer.teacher_model: 0}
+    for model in read:
+
+        def count(_, ids, __, model=model):
+            read[model] += ids[0].numel()
+
+        model.get_input_embeddings().register_forward_hook(count)
     trainer.train()
     expected = sum(len(prompt) + Selection("prefix", FRACTION).kept(len(answer)) for prompt, answer in rows.items())
-    assert read.tokens == {"student": expected, "teacher": expected}
+    assert list(read.values()) == [expected] * 2
     assert expected < sum(len(prompt) + len(answer) for prompt, answer in rows.items())
 
 
 # ---- What holds beside it --------------------------------------------------------------------------------------------
 
 
-@every_criterion
+SCORED_BY = {
+    "student_entropy": ("entropy/student", 1),
+    "teacher_divergence": ("divergence/mean", 1),
+    "teacher_confidence": ("entropy/teacher", -1),
+}
+"""The metric that is the mean score of all tokens, and its sign."""
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
 def test_evaluation_uses_all_tokens_and_training_logs_the_kept_share(make_trainer, criterion):
     trainer = make_trainer(token_selection=criterion, eval_dataset=tiny.rows(), **ONE_STEP)
     before = make_trainer(eval_dataset=tiny.rows(), **SGD).evaluate()
@@ -253,19 +221,11 @@ def test_evaluation_uses_all_tokens_and_training_logs_the_kept_share(make_traine
     lengths = [len(ids) for ids in tiny.recorded(tiny.tokenizer()).values()]
     kept = sum(Selection(criterion, FRACTION).kept(n) for n in lengths)
     assert logged["selection/share"] == pytest.approx(kept / sum(lengths))
-    chosen_by = {
-        "student_entropy": "entropy/student",
-        "teacher_divergence": "divergence/mean",
-        "teacher_confidence": "entropy/teacher",
-    }.get(criterion)
-    if criterion in EARLY:
-        assert "selection/score" not in logged
-    elif criterion == "teacher_confidence":  # the score is the entropy, negative
-        assert logged["selection/score"] == pytest.approx(-found[f"eval_{chosen_by}"], rel=1e-5)
-        assert logged[chosen_by] < -logged["selection/score"]
-    elif chosen_by is not None:
-        assert logged["selection/score"] == pytest.approx(found[f"eval_{chosen_by}"], rel=1e-5)
-        assert logged[chosen_by] > logged["selection/score"]
+    assert ("selection/score" in logged) == (criterion in LATE)
+    if criterion in SCORED_BY:
+        name, sign = SCORED_BY[criterion]
+        assert logged["selection/score"] == pytest.approx(sign * found[f"eval_{name}"], rel=1e-5)
+        assert sign * logged[name] > logged["selection/score"]
 
 
 class OwnWeights(OPSDTrainer):
@@ -275,7 +235,7 @@ class OwnWeights(OPSDTrainer):
         return 2 * rollout.weights
 
 
-@one_of_each
+@pytest.mark.parametrize("criterion", ["prefix", "student_entropy"])
 def test_selection_applies_to_own_weights(make_trainer, trained, criterion):
     losses = []
     for kind in (OPSDTrainer, OwnWeights):
@@ -283,13 +243,6 @@ def test_selection_applies_to_own_weights(make_trainer, trained, criterion):
         losses.append(trainer.state.log_history[0]["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[0] != make_trainer(eval_dataset=tiny.rows()).evaluate()["eval_loss"]
-
-
-class Outside(OPSDTrainer):
-    """Weighs tokens that were left out."""
-
-    def weigh(self, rollout, rows, targets):
-        return rollout.completion_mask
 
 
 class Rewrapped(OPSDTrainer):
@@ -302,13 +255,9 @@ class Rewrapped(OPSDTrainer):
         return replace(parts, loss=2 * parts.loss) if self.copies else LossParts(loss=parts.loss, rows=parts.rows)
 
 
-def test_own_code_that_undoes_selection_is_reported(make_trainer, caplog):
-    trainer = make_trainer(Outside, token_selection="prefix", **ONE_STEP)
-    with pytest.raises(ValueError, match=r"or is excluded by `token_selection`: multiply"):
-        trainer.train()
-    for copies in (True, False):
-        caplog.clear()
-        trainer = make_trainer(Rewrapped, token_selection="student_entropy", **ONE_STEP)
-        trainer.copies = copies
-        trainer.train()
-        assert ("`TokenSelection('student_entropy')` was not applied" in caplog.text) is not copies
+@pytest.mark.parametrize("copies", [True, False])
+def test_own_code_that_undoes_selection_is_reported(make_trainer, caplog, copies):
+    trainer = make_trainer(Rewrapped, token_selection="student_entropy", **ONE_STEP)
+    trainer.copies = copies
+    trainer.train()
+    assert ("`TokenSelection('student_entropy')` was not applied" in caplog.text) is not copies

@@ -5,7 +5,6 @@ With other options, and by bytes, aggregations are in `equivalence/test_pairs.py
 
 from __future__ import annotations
 
-import faulthandler
 import math
 from functools import cache
 from types import SimpleNamespace
@@ -14,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from support import forks, fsdp_on_cpu, tiny
+from support import tiny
 from support.rollouts import Apart
 from torch import Tensor
 from turns import EqualTurns
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat.sharding import trained_parameters, whole
 from trl_opsd.methods import METHODS
 from trl_opsd.methods.aggregation import Aggregation
 from trl_opsd.methods.selection import TokenSelection
@@ -43,131 +41,83 @@ AGGREGATIONS: dict[str, dict[str, Any]] = {
 
 
 def models() -> tuple[Any, dict[str, Any]]:
-    idle = tiny.qwen2(48, seed=3)
-    return tiny.qwen2(32, seed=0), {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2), "idle": idle}
+    teachers = {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2), "idle": tiny.qwen2(48, seed=3)}
+    return tiny.qwen2(32, seed=0), teachers
 
 
 @cache
-def expected(name: str, is_selected: bool) -> tuple[float, Tensor, dict[str, float]]:
+def expected(name: str) -> tuple[float, Tensor, dict[str, float]]:
     """In float64, row by row: the loss of a step of all rows, its gradient, and the share of each teacher."""
     student, teachers = models()
     student.double()
-    values, weights = [], []
+    values, weights, of = [], [], {"math": 0.0, "prose": 0.0}
     for prompt, ids, teacher in zip(PROMPTS, IDS, TEACHERS, strict=True):
         read, at = torch.tensor([[*prompt, *ids]]), slice(len(prompt) - 1, len(prompt) + len(ids) - 1)
         log = student(read).logits[0, at].log_softmax(-1)
         target = teachers[teacher].double()(read).logits[0, at].detach().log_softmax(-1)
-        values.append((log.exp() * (log - target)).sum(-1))
-        each = torch.ones(len(ids), dtype=torch.float64)
-        if is_selected:
-            kept = (log.exp() * log).sum(-1).argsort()[: math.ceil(len(ids) / 2)]
-            each = torch.zeros_like(each).index_fill(0, kept, 1.0)
-        weights.append(each / each.sum() if name == "rows" else each)
-    of = {
-        one: sum(float(each.sum()) for each, its in zip(weights, TEACHERS, strict=True) if its == one)
-        for one in TEACHERS
-    }
+        values.append((log.exp() * (log - target)).sum())
+        weights.append(1 / max(len(ids), 1) if name == "rows" else 1.0)
+        of[teacher] += len(ids) * weights[-1]
     if "teachers" in name:
         asked = {one: float(WEIGHTS[one]) if "weighted" in name else 1.0 for one in of}
-        weights = [one * asked[its] / of[its] for one, its in zip(weights, TEACHERS, strict=True)]
+        weights = [asked[its] / of[its] for its in TEACHERS]
         of = asked
-    loss = torch.stack([(one * value).sum() for one, value in zip(weights, values, strict=True)]).sum() / sum(
-        of.values()
-    )
+    loss = sum(one * value for one, value in zip(weights, values, strict=True)) / sum(of.values())
     loss.backward()
     gradient = torch.cat([one.grad.flatten() for one in student.parameters()])
     return float(loss.detach()), gradient, {name: one / sum(of.values()) for name, one in of.items()}
 
 
-def trainer_of(folder: Any, name: str, cls: type = OPSDTrainer, of: Any = None, ids: Any = IDS, **given: Any) -> Any:
+def trainer_of(folder: Any, name: str, of: Any = None, **given: Any) -> OPSDTrainer:
     student, teachers = of or models()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
-    options["shuffle_dataset"] = False  # of two processes the first has more tokens, so that rows are exchanged
-    options |= {"divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0, **AGGREGATIONS[name], **given}
-    fsdp_on_cpu.allow()
-    return cls(
+    options |= {"per_device_eval_batch_size": 3, "divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    return OPSDTrainer(
         model=student,
         teacher_model=teachers,
-        args=tiny.config(folder, max_completion_length=60, **{"per_device_eval_batch_size": 3, **options}),
+        args=tiny.config(folder, max_completion_length=60, **{**options, **AGGREGATIONS[name], **given}),
         train_dataset=ROWS,
         processing_class=WORDS,
-        rollout=Apart(dict(zip(map(tuple, PROMPTS), ids, strict=True))),
+        rollout=Apart(dict(zip(map(tuple, PROMPTS), IDS, strict=True))),
     )
 
 
-LATE = {"token_selection": "student_entropy", "token_fraction": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "by twos": {},
     "at once": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     "by ones": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
     "budget": {"max_tokens_per_microbatch": 30},
     "packed": {"padding_free": True, "max_tokens_per_microbatch": 30},
-    "selected": LATE,
     "step": {"overlap": "step"},
     "ahead": {"overlap": "ahead", "overlap_max_divergence": 1e9},
 }
 RUNS = [(name, one) for name in AGGREGATIONS for one in SETTINGS if one != "step" or "teachers" not in name]
 
 
-def run(folder: Any, name: str, setting: str, of: Any, **given: Any) -> tuple[Any, Any, Any]:
-    """What is logged of a step, how far it moved the weights at a rate of 1, and an evaluation before it."""
-    before = torch.cat([one.detach().flatten() for one in of[0].parameters()])
-    trainer = trainer_of(folder, name, of=of, **SETTINGS[setting], **given)
-    evaluated = trainer.evaluate(ROWS)
-    trainer.train()
-    parameters = trained_parameters(trainer.accelerator.unwrap_model(trainer.model)).values()
-    after = torch.cat([whole(one).detach().flatten() for one in parameters])
-    return trainer.state.log_history[-2], (before - after).numpy(), evaluated
-
-
-def check(where: str, name: str, setting: str, log: Any, moved: Any, evaluated: Any) -> None:
-    loss, gradient, shares = expected(name, setting == "selected")
-    off = float((torch.from_numpy(moved) - gradient).abs().max() / gradient.abs().max())
-    print(f"{where}, {name}, {setting}: {abs(log['loss'] / loss - 1):.1e} {off:.1e}")
-    assert log["loss"] == pytest.approx(loss, rel=1e-5)
-    assert off < 1e-5
-    assert [log[f"loss_share/teacher/{one}"] for one in shares] == pytest.approx([*shares.values()], rel=1e-5)
-    assert log["loss_share/teacher/idle"] == 0
-    loss, _, shares = expected(name, False)
-    found = {one.removeprefix("eval_"): value for one, value in evaluated.items()}
-    assert [found["loss"], found["divergence/mean"]] == pytest.approx([loss, loss], rel=1e-5)
-    assert [found[f"loss_share/teacher/{one}"] for one in shares] == pytest.approx([*shares.values()], rel=1e-5)
-    for one in shares:
-        each = [len(ids) for ids, its in zip(IDS, TEACHERS, strict=True) if its == one]
-        mean = sum(max(1, length) for length in each) / len(each)  # without a token there is one of padding
-        for logs in (found, log) if setting != "selected" else (found,):
-            assert logs[f"tokens/teacher/{one}"] == sum(each)
-            assert logs[f"completions/mean_length/teacher/{one}"] == pytest.approx(mean)
-
-
-SHORT = {("rows", "step"), ("teachers", "budget"), ("weighted teachers", "changed"), ("rows", "selected")}
+SHORT = {("rows", "step"), ("teachers", "budget"), ("weighted teachers", "ahead")}
 
 
 @pytest.mark.parametrize(
     ("name", "setting"), [pytest.param(*one, marks=() if one in SHORT else pytest.mark.long) for one in RUNS]
 )
 def test_step_and_evaluation_equal_float64(tmp_path, name, setting):
+    """At a rate of 1 a step moves the weights by its gradient."""
     given = {"per_device_eval_batch_size": one} if (one := {"by ones": 1, "at once": 8}.get(setting)) else {}
-    check("one", name, setting, *run(tmp_path, name, setting, models(), **given))
-
-
-def in_two(folder: Any, names: list[tuple[str, str]]) -> list[Any]:
-    faulthandler.dump_traceback_later(290, exit=True)
-    made = [models() for _ in names]  # before there is a DeepSpeed config, which would split them
-    found = [run(folder, *one, of, gradient_accumulation_steps=2) for one, of in zip(names, made, strict=True)]
-    faulthandler.cancel_dump_traceback_later()
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.distributed
-@pytest.mark.timeout(forks.SECONDS + 60)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3_cpu", "fsdp2_cpu", "sp_cpu"])
-def test_two_processes_take_the_step_of_float64(tmp_path, strategy):
-    settings = ("by twos",) if strategy == "sp_cpu" else ("by twos", "budget", "selected", "step")
-    names = [one for one in RUNS if one[1] in settings]
-    for one, found in zip(names, forks.results(strategy, in_two, tmp_path, names)[0], strict=True):
-        check(strategy, *one, *found)
+    trainer = trainer_of(tmp_path, name, **SETTINGS[setting], **given)
+    evaluated, before = trainer.evaluate(ROWS), tiny.weights(trainer)
+    trainer.train()
+    loss, gradient, shares = expected(name)
+    assert float((before - tiny.weights(trainer) - gradient).abs().max() / gradient.abs().max()) < 1e-5
+    log = trainer.state.log_history[-2]
+    assert log["loss_share/teacher/idle"] == 0
+    for logs in (log, {one.removeprefix("eval_"): value for one, value in evaluated.items()}):
+        assert [logs["loss"], logs["divergence/mean"]] == pytest.approx([loss, loss], rel=1e-5)
+        for one, share in shares.items():
+            each = [len(ids) for ids, its in zip(IDS, TEACHERS, strict=True) if its == one]
+            mean = sum(max(1, length) for length in each) / len(each)  # without a token there is one of padding
+            assert logs[f"loss_share/teacher/{one}"] == pytest.approx(share, rel=1e-5)
+            assert logs[f"tokens/teacher/{one}"] == sum(each)
+            assert logs[f"completions/mean_length/teacher/{one}"] == pytest.approx(mean)
 
 
 def test_turns_stay_alike_within_a_row_that_counts_as_one():
@@ -186,13 +136,10 @@ def test_one_teacher_is_as_tokens(make_trainer):
     assert tiny.logged(alike, "loss") == tiny.logged(plain, "loss")
 
 
-WRONG = [{"math": one, "prose": 1} for one in (0, -1, math.inf, math.nan, None)]
-WRONG += [[1, 2], "math", {1: 1.0}, {}, {"math": 1, "prose": 1}, {**WEIGHTS, "maths": 1}]
-REFUSED = [
-    ("Aggregation.by=", {"loss_aggregation": "row"}),
-    ("overlap", {"overlap": "step"}),
-    *(("Aggregation.weights=", {"teacher_weights": one}) for one in WRONG),
-]
+WRONG = [{"math": one, "prose": 1} for one in (0, math.inf, math.nan, None)]
+WRONG += [[1, 2], {1: 1.0}, {}, {"math": 1, "prose": 1}, {**WEIGHTS, "maths": 1}]
+REFUSED = [("Aggregation.by=", {"loss_aggregation": "row"}), ("overlap", {"overlap": "step"})]
+REFUSED += [("Aggregation.weights=", {"teacher_weights": one}) for one in WRONG]
 MODELS = cache(models)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from controls import Shuffled, Unprivileged
-from datasets import Dataset
 from support import tiny
 from support.rollouts import Numbered
 from tokenizers import AddedToken
@@ -17,6 +17,7 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.data.completions import Outcome, texts_of
 
 WORDS = tiny.tokenizer()
+HINTED = tiny.rows().add_column("privileged_context", [f"hint {row}" for row in range(8)])
 REWARDS = [1 / 3, 1.0, 5 / 3, 2 / 3]
 """Of the completions of each prompt."""
 
@@ -31,12 +32,11 @@ def thirds(completions: list[str], **_: Any) -> list[float]:
 
 
 class Keeping(OPSDTrainer):
-    """Keeps prompts, gates and weights of all rows."""
+    """Keeps the gates of all rows, and whether they weigh."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
-        self.read: list[str] = []
         self.gates: list[float] = []
-        self.weights: list[torch.Tensor] = []
+        self.weighs: list[bool] = []
         super().__init__(*args, **given)
 
     def teach(self, rollout, rows):
@@ -45,7 +45,7 @@ class Keeping(OPSDTrainer):
         return found
 
     def compare(self, student, rollout, targets, num_items):
-        self.weights += list(rollout.weights)
+        self.weighs += rollout.weights.any(1).tolist()
         return super().compare(student, rollout, targets, num_items)
 
 
@@ -59,10 +59,6 @@ def trained(trained):
     return lambda cls=Keeping, **given: trained(cls, **{"rollout": Numbered(numbered), **options, **given})
 
 
-def log(trainer: Any) -> dict[str, float]:
-    return next(entry for entry in trainer.state.log_history if "loss" in entry)
-
-
 ADVANTAGES = (torch.tensor(REWARDS) - torch.tensor(REWARDS).mean()) / (torch.tensor(REWARDS).std() + 1e-4)
 GATES = {1.0: [0, 1, 1, 0], "reward": REWARDS, "advantage": ADVANTAGES.clamp(min=0).tolist(), -1: [1] * 4}
 
@@ -71,17 +67,7 @@ GATES = {1.0: [0, 1, 1, 0], "reward": REWARDS, "advantage": ADVANTAGES.clamp(min
 def test_rows_count_by_their_reward(trained, gate):
     gated = trained(reward_gate=gate)
     assert gated.gates == pytest.approx(GATES[gate] * 2)
-    assert log(gated)["gate/mean"] == pytest.approx(sum(GATES[gate]) / 4)
-
-    class Weighing(Keeping):
-        """As a user would do it."""
-
-        def weigh(self, rollout, rows, targets):
-            return rollout.weights * torch.tensor(GATES[gate] * 2)[:, None]
-
-    by_hand = trained(Weighing)
-    assert log(gated)["loss"] == pytest.approx(log(by_hand)["loss"], abs=1e-6)
-    torch.testing.assert_close(tiny.weights(gated), tiny.weights(by_hand), rtol=0, atol=1e-6)
+    assert tiny.logged(gated, "gate/mean") == [pytest.approx(sum(GATES[gate]) / 4)]
 
 
 def test_a_gate_applies_in_training_only(trained):
@@ -92,12 +78,10 @@ def test_a_gate_applies_in_training_only(trained):
 
 
 def test_a_step_in_which_no_row_counts_changes_nothing(trained):
-    before = tiny.qwen2(32, seed=0)
     gated = trained(reward_gate=99.0, optim="adamw_torch", weight_decay=0.1)
     assert tiny.logged(gated, "gate/mean") == [0.0]
     assert not tiny.logged(gated, "loss") + tiny.logged(gated, "grad_norm")
-    for mine, other in zip(gated.model.parameters(), before.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    assert all(map(torch.equal, gated.model.parameters(), tiny.qwen2(32, seed=0).parameters()))
 
 
 def test_an_evaluation_without_success_has_no_loss(trained):
@@ -125,21 +109,17 @@ def test_teacher_reads_another_success_or_the_row_is_masked(trained):
             return found
 
     given = {"teacher_context": "group_success", "success_threshold": 1.5}
-    data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
-    alone = trained(Reading, **given)
-    told = trained(Reading, **given, train_dataset=data, teacher_prompt_template="{prompt}<{privileged_context}>")
+    template = {"teacher_prompt_template": "{prompt}<{privileged_context}>", "train_dataset": HINTED}
+    alone, told = trained(Reading, **given), trained(Reading, **given, **template)
     texts = ("0", "1xx", "2xxxx", "3x")
-    for place, (prompt, number) in enumerate((prompt, number) for prompt in tiny.PROMPTS[:2] for number in range(4)):
-        outcome = Outcome(
-            pytest.approx(REWARDS[number]), number, tuple(zip(texts, map(pytest.approx, REWARDS), strict=True))
-        )
-        assert alone.outcomes[place] == outcome
+    group = tuple(zip(texts, map(pytest.approx, REWARDS), strict=True))
+    for place, (prompt, number) in enumerate(product(tiny.PROMPTS[:2], range(4))):
+        assert alone.outcomes[place] == Outcome(pytest.approx(REWARDS[number]), number, group)
         solution = f"{prompt}\n\nA correct solution:\n\n2xxxx\n\nNow solve it yourself."
         assert alone.read[place] == (prompt if number == 2 else solution)
         assert told.read[place] == f"{prompt}<{f'hint {place // 4}' if number == 2 else '2xxxx'}>"
-    assert sorted(float(row.sum() > 0) for row in alone.weights) == sorted([1, 1, 0, 1] * 2)
-    assert log(alone)["gate/mean"] == 0.75
-    assert log(told)["gate/mean"] == 1
+    assert sorted(alone.weighs) == sorted([True, True, False, True] * 2)
+    assert [tiny.logged(one, "gate/mean") for one in (alone, told)] == [[0.75], [1]]
 
 
 def test_groups_of_an_evaluation_are_its_own(trained):
@@ -192,7 +172,7 @@ def test_marks_of_thoughts_are_kept_where_they_are_special_tokens(marks):
     assert text.replace(" ", "") == "[THINK]so[/THINK]4"
 
 
-def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
+def test_function_reads_group_rewards_and_may_mask_a_row(trained):
     read = []
 
     def prompt(row: dict[str, Any], completion: str, outcome: Outcome) -> str | None:
@@ -200,7 +180,6 @@ def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
         return None if outcome.reward > 1 else f"{row['prompt']} ({outcome.reward:.2f})"
 
     found = trained(teacher_prompt_fn=prompt)
-    assert "only in evaluations" not in caplog.text + repr(found)
     assert [outcome.group[outcome.number][0] for _, outcome in read] == [text for text, _ in read]
     assert found.gates == [1, 1, 0, 1] * 2
 
@@ -210,10 +189,9 @@ def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
 
 def test_an_evaluation_has_the_teacher_that_a_control_replaces(trained):
     """Also of a single row, which cannot be shuffled."""
-    data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
-    given = {"train_dataset": data, "eval_dataset": data.select([0]), "reward_funcs": None, "num_generations": 1}
+    given = {"eval_dataset": HINTED.select([0]), "reward_funcs": None, "num_generations": 1, "learning_rate": 1e-12}
     found = [
-        trained(learning_rate=1e-12, methods=methods, **given).evaluate()["eval_divergence/mean"]
+        trained(train_dataset=HINTED, methods=methods, **given).evaluate()["eval_divergence/mean"]
         for methods in ([], [Shuffled()], [Unprivileged()])
     ]
     assert found == pytest.approx([found[0]] * 3, abs=1e-6)

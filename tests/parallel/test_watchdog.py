@@ -37,29 +37,18 @@ def test_slow_phase_is_reported_with_stacks(trained, capfd):
     assert capfd.readouterr().err == "", "no timer is left armed"
 
 
-def test_phases_below_timeout_are_not_reported(trained, capfd):
-    trained(phase_timeout=60.0, max_steps=1, save_strategy="steps", save_steps=1)
-    assert "in phase" not in capfd.readouterr().err
-    for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
-        timer.join(10)  # one that was cancelled ends at once, on a busy machine a little later
-        assert not timer.is_alive()
-
-
-def test_outer_phase_is_watched_again_after_inner_one(capfd):
+def test_outer_phase_is_watched_again_after_an_inner_one_or_a_failed_one(capfd):
     watch = Watchdog(0.2, rank=3)
     with watch("compare"):
         with watch("teach"):
             pass
+        with pytest.raises(ZeroDivisionError), watch("sync"):
+            raise ZeroDivisionError
         time.sleep(LONG)
     printed = capfd.readouterr().err
     assert "Rank 3 has been in phase 'compare'" in printed
     assert "'teach'" not in printed
-
-
-def test_failed_phase_is_no_longer_watched(capfd):
-    watch = Watchdog(0.2, rank=0)
-    with pytest.raises(ZeroDivisionError), watch("sync"):
-        raise ZeroDivisionError
+    assert "'sync'" not in printed
     time.sleep(LONG)
     assert capfd.readouterr().err == ""
 
