@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
-from support import tiny, vision_language
-from support.parity import losses, trained
+from support import parity, tiny, vision_language
+from support.parity import losses
 from support.rollouts import Answering
 from support.vision_language import answer, rows
 from torch import Tensor
@@ -57,8 +57,8 @@ def test_training_on_images_equals_trl(tmp_path, family, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
     data = rows([1] * 4, height=56) if family in ALIKE else rows([1, 2, 1, 1])
     given = {"peft_config": LoraConfig(r=4, target_modules=LAYERS) if lora else None}
-    trls = trained(TRLs, DistillationConfig(**options), **models(family), train_dataset=data, **given)
-    ours = trained(
+    trls = parity.trained(TRLs, DistillationConfig(**options), **models(family), train_dataset=data, **given)
+    ours = parity.trained(
         OPSDTrainer, OPSDConfig(**options), **models(family), train_dataset=data, rollout=Answering(answer), **given
     )
     assert losses(trls).std() > 0
@@ -67,13 +67,12 @@ def test_training_on_images_equals_trl(tmp_path, family, lora):
 
 
 @pytest.mark.parametrize("blind", ["model", "teacher_model"])
-def test_model_that_does_not_see_is_refused(tmp_path, blind):
+def test_model_that_does_not_see_is_refused(make_trainer, blind):
     given = models("gemma3")
     for weight in given[blind].model.multi_modal_projector.parameters():
         torch.nn.init.zeros_(weight)
-    args = OPSDConfig(**tiny.options(tmp_path, max_steps=1))
     with pytest.raises(ValueError, match="it does not see them"):
-        OPSDTrainer(args=args, train_dataset=rows([1] * 4), rollout=Answering(answer), **given).train()
+        make_trainer(train_dataset=rows([1] * 4), rollout=Answering(answer), **given).train()
 
 
 # ---- Against each row alone, in float64 ------------------------------------------------------------------------------
@@ -81,9 +80,8 @@ def test_model_that_does_not_see_is_refused(tmp_path, blind):
 
 def log_probs(model: Any, reader: Any, text: str, images: Sequence[Image.Image], completion: Sequence[int]) -> Tensor:
     """[C, V], float64, from the model's own forward pass on one row alone, with all that its processor returns."""
-    parts = [*({"type": "image", "image": one} for one in images), {"type": "text", "text": text}]
     made = reader.apply_chat_template(
-        [{"role": "user", "content": parts}],
+        messages(text, images),
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
@@ -129,14 +127,14 @@ def steps_in_float64(student: Any, teacher: Any, data: Dataset, readers: tuple[A
     return found
 
 
+def messages(text: str, images: Sequence[Image.Image]) -> list[dict[str, Any]]:
+    parts = [*({"type": "image", "image": one} for one in images), {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts}]
+
+
 def ids_of(reader: Any, row: Any) -> list[int]:
-    parts = [
-        *({"type": "image", "image": one} for one in row["images"]),
-        {"type": "text", "text": row["prompt"][0]["content"]},
-    ]
-    content = parts if row["images"] else row["prompt"][0]["content"]
-    messages = [{"role": "user", "content": content}]
-    return reader.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+    content = messages(row["prompt"][0]["content"], row["images"]) if row["images"] else row["prompt"]
+    return reader.apply_chat_template(content, add_generation_prompt=True, tokenize=True, return_dict=True)[
         "input_ids"
     ][0]
 
@@ -161,7 +159,7 @@ def test_each_row_is_learned_from_as_alone(tmp_path, family, case):
     student, teacher = copy.deepcopy(both["model"]).train(), copy.deepcopy(both["teacher_model"])
     expected = steps_in_float64(student, teacher, data, readers, 1e-2)
     given = {**both, "rollout": Answering(answer), "teacher_processing_class": readers[1]}
-    ours = trained(OPSDTrainer, OPSDConfig(**options), train_dataset=data, **given)
+    ours = parity.trained(OPSDTrainer, OPSDConfig(**options), train_dataset=data, **given)
     assert losses(ours).tolist() == pytest.approx(expected, abs=5e-6)
     for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
         torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=2e-5)  # of changes up to 4e-2
@@ -221,31 +219,18 @@ def test_rows_leave_batches_larger_than_their_images_pixels(make_trainer):
 
 
 @pytest.mark.long
-def test_a_resumed_run_has_the_weights_of_its_checkpoint(tmp_path):
-    """Which has other names than the model: transformers' trainer loads none of those, and only warns."""
-    options = tiny.options(tmp_path, learning_rate=1e-2, max_steps=4, save_strategy="steps", save_steps=2)
-    data = {"train_dataset": rows([1, 0, 2, 1] * 2), "rollout": HFRollout()}
-    whole = trained(OPSDTrainer, OPSDConfig(**options), **models("gemma3"), **data)
-    resumed = OPSDTrainer(args=OPSDConfig(**options), **models("gemma3"), **data)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+def test_a_checkpoint_is_resumed_and_the_best_one_loaded(trained, tmp_path):
+    """Which have other names than the model: transformers' trainer loads none of those, and only warns."""
+    options = {"learning_rate": 1e-2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options |= {"train_dataset": rows([1, 0, 2, 1] * 2), "rollout": HFRollout()}
+    whole = trained(**options, **models("gemma3"))
+    resumed = trained(**options, **models("gemma3"), resume=str(tmp_path / "checkpoint-2"))
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
-
-@pytest.mark.long
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    options = tiny.options(
-        tmp_path, learning_rate=1.0, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps",
-        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False,
-    )  # fmt: skip
-    data = rows([1, 0, 2, 1])
-    ended = trained(
-        OPSDTrainer,
-        OPSDConfig(**options),
-        **models("gemma3"),
-        train_dataset=data,
-        rollout=Answering(answer),
-        eval_dataset=rows([1, 0]),
-    )
+    options |= {"learning_rate": 1.0, "max_steps": 2, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    options |= {"rollout": Answering(answer), "eval_dataset": rows([1, 0])}
+    ended = trained(**options, **models("gemma3"))
     assert ended.state.best_model_checkpoint.endswith("checkpoint-1")
     best = type(ended.model).from_pretrained(ended.state.best_model_checkpoint)
     for mine, expected in zip(ended.model.parameters(), best.parameters(), strict=True):
