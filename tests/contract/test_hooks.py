@@ -9,9 +9,6 @@ import torch
 from support import tiny
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.methods import METRICS
-from trl_opsd.types.loss import columns
 
 pytestmark = pytest.mark.quick
 
@@ -48,26 +45,6 @@ def test_rows_are_completed_and_read_once_a_step_and_compared_by_micro_batch(mak
     monkeypatch.setattr(trainer.teacher.model.base_model, "forward", counted)
     trainer.train()
     assert trainer.calls == ["complete", "teach", "read 8", *["compare"] * 4] * 2
-
-
-def test_rows_are_scored_outside_of_training(make_trainer):
-    trainer = make_trainer()
-    batch = trainer.score([{"prompt": "2+2="}, {"prompt": "x"}])
-    assert [row.hidden.shape for row in batch.targets.rows] == [(2, 48), (3, 48)]
-    loss, sums, _ = trainer._compared(trainer.model, batch.rollout, batch.targets, None)
-    entropy, tokens = columns(sums, "student_entropy", "weight").sum(0)
-    assert min(loss, entropy) > 0
-    assert tokens == 5
-
-
-def test_trl_never_builds_an_engine_of_its_own(tmp_path):
-    args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
-    given = {"train_dataset": tiny.rows(), "processing_class": tiny.tokenizer(), "processors": {"": None}}
-    bare = type("Bare", (TrainerHooks,), {"known_metrics": METRICS})
-    trainer = bare(model=tiny.qwen2(), args=args, **given)
-    assert args.use_vllm is True
-    assert trainer.use_vllm is True
-    assert not hasattr(trainer, "vllm_generation")
 
 
 def test_an_empty_completion_becomes_a_masked_row(make_trainer):
