@@ -80,34 +80,6 @@ def test_a_healthy_pair_passes_every_check(case):
     assert (float(said["loss"].split("forward_kl ")[1].split(",")[0]) < 1e-6) == (case == "equal models")
 
 
-def permuted() -> Pair:
-    swapped = json.loads(words().backend_tokenizer.to_str())
-    table = swapped["model"]["vocab"]
-    first, second = [token for token, number in table.items() if number in (100, 101)]
-    table[first], table[second] = table[second], table[first]
-    other = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(swapped)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    other.chat_template = TEMPLATE
-    return pair(of_teacher=other)
-
-
-def too_small() -> Pair:
-    return pair(teacher=tiny.qwen2(48, seed=1, vocab_size=200))
-
-
-def odd_logits() -> Pair:
-    made = pair()
-    made.teacher.lm_head.register_forward_hook(lambda _, __, logits: logits.sin())
-    return made
-
-
-def draws_random_numbers() -> Pair:
-    made = pair()
-    made.teacher.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out + 0.01 * torch.rand_like(out))
-    return made
-
-
 def nan_weights() -> Pair:
     made = pair()
     torch.nn.init.constant_(made.teacher.model.layers[0].mlp.up_proj.weight, float("nan"))
@@ -126,24 +98,13 @@ def of_template(template: str | None) -> Pair:
     return pair(of_student=words(template), of_teacher=words(template))
 
 
-def no_end_token() -> Pair:
-    made = pair()
-    made.processing.eos_token = None
-    return made
-
-
 @pytest.mark.parametrize(
     ("make", "failing", "said"),
     [
-        (permuted, "start", "id 100 is"),
-        (too_small, "start", "200 rows"),
-        (odd_logits, "start", "does not compute its logits as"),
-        (draws_random_numbers, "start", "does not compute its logits as"),
-        (nan_weights, "start", "NaN"),
+        (nan_weights, "start", "NaN"),  # as all that a training refuses when it starts
         (ignores_its_input, "teacher input", "the same hidden state"),
         (lambda: of_template(TEMPLATE.partition("{% if add")[0]), "chat template", "add_generation_prompt"),
         (lambda: of_template(TEMPLATE.replace("in messages", "in messages[:-1]")), "chat template", "drops message 3"),
-        (no_end_token, "start", "no end-of-sequence token"),
     ],
 )
 def test_only_the_broken_part_fails(make, failing, said):
