@@ -133,6 +133,7 @@ LATE: list[tuple[str, Any, dict[str, Any]]] = [
     ("row 1 of train_dataset has 500 tokens", prompts("a", LONG), {}),
     ("row 0 of the batch of step 1 has 500 tokens", stream(LONG), {}),
     ("max_completion_length", TWO, {"max_completion_length": 256}),
+    *(("eos_token_id", TWO, {"generation_kwargs": {"eos_token_id": value}}) for value in (None, "x", [2, -1])),
     ("ended before filling", stream("a", 1), {}),
     ("row 0 of train_dataset has no column 'prompt'", stream("a", column="question"), {}),
     ("row 0 of train_dataset ends with", stream([*GOOD, ANSWER]), {}),
