@@ -69,19 +69,14 @@ def test_only_the_two_safety_defaults_differ_from_trl(tmp_path):
 
 
 def test_remote_code_of_the_teacher_needs_its_own_option(make_trainer, monkeypatch, tmp_path):
-    loaded = {}
-
-    load = Qwen2ForCausalLM.from_pretrained
+    loaded, load = {}, Qwen2ForCausalLM.from_pretrained
     monkeypatch.setattr(
         Qwen2ForCausalLM, "from_pretrained", lambda path, **kwargs: loaded.update(kwargs) or load(path, **kwargs)
     )
-    path = tmp_path / "teacher"
-    tiny.qwen2(48, 1).save_pretrained(path)
-    make_trainer(teacher_model=str(path), trust_remote_code=True)
-    assert loaded["trust_remote_code"] is False
-    assert loaded["use_safetensors"] is True
-    make_trainer(teacher_model=str(path), teacher_trust_remote_code=True)
-    assert loaded["trust_remote_code"] is True
+    tiny.save_pair(tmp_path)
+    for option, trusts in (("trust_remote_code", False), ("teacher_trust_remote_code", True)):
+        make_trainer(teacher_model=str(tmp_path / "teacher"), **{option: True})
+        assert (loaded["trust_remote_code"], loaded["use_safetensors"]) == (trusts, True)
 
 
 @pytest.mark.quick
@@ -101,20 +96,28 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
             tiny.config(tmp_path, **{name: wrong})
 
 
-@pytest.mark.parametrize("option", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}])
-def test_accelerator_options_that_break_sharding_are_refused(tmp_path, monkeypatch, option):
-    args = tiny.config(tmp_path, accelerator_config={} if "dispatch_batches" in option else option)
+@pytest.mark.parametrize(
+    ("name", "value"), [("split_batches", True), ("dispatch_batches", True), ("even_batches", False)]
+)
+def test_accelerator_options_that_break_sharding_are_refused(tmp_path, monkeypatch, name, value):
+    args = tiny.config(tmp_path)
     monkeypatch.setattr(OPSDConfig, "world_size", 2)
-    ((name, value),) = option.items()
     monkeypatch.setattr(args.accelerator_config, name, value)
     with pytest.raises(ValueError, match=f"`{name}`.* in `accelerator_config`"):
+        check_together(args)
+
+
+def test_launch_counted_as_one_process_is_refused(tmp_path, monkeypatch):
+    args = tiny.config(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="`use_cpu=True`"):
         check_together(args)
 
 
 def test_overlap_is_refused_where_deepspeed_cannot_rescale(tmp_path):
     args = tiny.config(tmp_path, overlap="step")
     args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 0}})
-    with pytest.raises(ValueError, match=r"`overlap='step'` with DeepSpeed's"):
+    with pytest.raises(ValueError, match="`overlap"):
         check_together(args)
 
 
@@ -131,31 +134,27 @@ def test_other_kinds_of_parallelism_are_refused(tmp_path, monkeypatch, given, as
         tiny.config(tmp_path, **options)
 
 
+NOT_SHARED = {"torch_compile": True, "padding_free": True, "pad_to_multiple_of": 8}
+
+
 @pytest.mark.parametrize(
-    ("launch", "options", "said"),
+    ("launch", "options", "named"),
     [
-        ({"WORLD_SIZE": "3"}, {}, "on 3 processes"),
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, {}, "on 2 processes with a data parallel size of 2"),
+        ({"WORLD_SIZE": "3"}, {}, "3 processes"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, {}, "data parallel size of 2"),
         (
-            {"PARALLELISM_CONFIG_SP_SEQ_LENGTH": "64", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "False"},
+            {f"PARALLELISM_CONFIG_SP_SEQ_LENGTH{end}": to for end, to in (("", "64"), ("_IS_VARIABLE", "False"))},
             {},
-            "with `sp_seq_length`",
+            "sp_seq_length",
         ),
-        ({}, {"torch_compile": True}, "with `torch_compile=True`"),
-        ({}, {"padding_free": True}, "with `padding_free=True`"),
-        ({}, {"pad_to_multiple_of": 8}, "with `pad_to_multiple_of=8`"),
+        *(({}, {name: value}, name) for name, value in NOT_SHARED.items()),
     ],
 )
-def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch, options, said):
-    shared = {
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "PARALLELISM_CONFIG_SP_SIZE": "2",
-        "WORLD_SIZE": "2",
-    }
-    for name, value in {**shared, **launch}.items():
+def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch, options, named):
+    shared = {f"ACCELERATE_USE_{what}": "true" for what in ("PARALLELISM_CONFIG", "DEEPSPEED")}
+    for name, value in {**shared, "PARALLELISM_CONFIG_SP_SIZE": "2", "WORLD_SIZE": "2", **launch}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"`sp_size=2` {said}"):
+    with pytest.raises(ValueError, match=f"`sp_size=2` .*{named}"):
         tiny.config(tmp_path, **options)
 
 
@@ -219,24 +218,18 @@ def test_a_config_that_checks_names_is_still_a_dataclass(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "bf16", "computes_in"),
+    ("accelerated", "option", "bf16"),
     [
-        ({}, False, "no"),
-        ({"use_cpu": True}, False, "no"),
-        ({"use_cpu": True, "bf16": True}, True, "bf16"),
-        ({"bf16": False}, False, "no"),
+        *[(False, {}, False), (False, {"use_cpu": True, "bf16": True}, True)],
+        *[(True, {}, True), (True, {"bf16": False}, False)],
     ],
 )
 @pytest.mark.quick
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
-def test_bf16_is_off_by_default_without_accelerator(tmp_path, option, bf16, computes_in):
+def test_bf16_is_on_by_default_with_accelerator_alone(tmp_path, monkeypatch, accelerated, option, bf16):
+    if accelerated:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     config = OPSDConfig(str(tmp_path), **option)
-    assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (bf16, computes_in, False)
-
-
-def test_bf16_is_on_by_default_with_accelerator(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    config = OPSDConfig(str(tmp_path))
-    assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (True, "bf16", True)
-    assert OPSDConfig(str(tmp_path), bf16=False).bf16 is False
+    found = config.bf16, config.mixed_precision, config.dataloader_pin_memory
+    assert found == (bf16, "bf16" if bf16 else "no", accelerated)

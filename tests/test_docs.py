@@ -8,19 +8,12 @@ import inspect
 import re
 from pathlib import Path
 
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
-
 from trl_opsd import OPSDConfig, OPSDTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 """Lab notes: their links are checked, they are no pages of the site."""
-EXECUTED = {"README.md", "start.md", "teachers.md", "generation.md", "data.md", "distributed.md", "extending.md"}
-"""Pages whose Python blocks `test_readme.py` and `examples/test_extending.py` run, but for fragments."""
-PARSED_BY_TRL = (ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)
-OF_TRAIN = {"help", "config", "task", *(one.name for config in PARSED_BY_TRL for one in dataclasses.fields(config))}
-"""The flags of `examples/train.py`."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -66,11 +59,6 @@ def python_blocks() -> list[tuple[str, str]]:
     ]
 
 
-def test_python_blocks_are_executed_or_fragments():
-    unrun = [(page, block) for page, block in python_blocks() if page not in EXECUTED and "..." not in block]
-    assert unrun == []
-
-
 def test_python_blocks_name_options_and_arguments_that_exist():
     known = {
         "OPSDConfig": {one.name for one in dataclasses.fields(OPSDConfig)},
@@ -99,15 +87,3 @@ def test_files_named_on_a_page_exist():
     assert len(named) > 100
     metrics = {"tools/call_frequency", "tools/failure_frequency"}  # of TRL
     assert [(page, found) for page, found in named if found not in metrics and not (ROOT / found).exists()] == []
-
-
-def test_flags_given_on_a_page_are_flags_of_the_script():
-    text = "\n".join(re.sub(r"\\\n\s*", "", present(page)) for page in [*PAGES, *NOTES])
-    for script, given in re.findall(r"((?:benchmarks|examples|tests|tools)/[\w/]+\.py)((?: [^`|#\n]*)?)", text):
-        source = (ROOT / script).read_text(encoding="utf-8")
-        flags = re.findall(r"--([\w-]+)", given)
-        parsed = OF_TRAIN if script == "examples/train.py" else set()
-        for call in ast.walk(ast.parse(source)):  # of `benchmarks/common.py`
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "options":
-                parsed |= {(one.arg or "").replace("_", "-") for one in call.keywords}
-        assert [flag for flag in flags if f'"--{flag}"' not in source and flag not in parsed] == [], script

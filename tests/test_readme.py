@@ -83,11 +83,8 @@ def test_run_yaml_of_the_start_page_is_a_valid_training(tmp_path):
     (text,) = re.findall(r"```yaml\n(# run.yaml.*?)```", (ROOT / "docs/start.md").read_text(), flags=re.DOTALL)
     (tmp_path / "run.yaml").write_text(f"{text}use_cpu: true\n")
     settings, _ = read(["--config", "run.yaml"])
-    config = settings.config
-    models = settings.model.model_name_or_path, config.teacher_model_name_or_path
-    assert models == ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
-    assert (config.teacher_offload, config.use_vllm, config.learning_rate) == ("stream", True, 1e-5)
-    assert settings.script.dataset_name == "trl-lib/ultrafeedback-prompt"
+    assert settings.model.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert (settings.config.teacher_offload, settings.config.learning_rate) == ("stream", 1e-5)
 
 
 @pytest.mark.usefixtures("hub")
@@ -128,15 +125,10 @@ def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
 @pytest.mark.usefixtures("hub")
 def test_the_reward_of_the_data_page_is_accepted():
     exact, tools = snippets("docs/data.md")
-    names: dict[str, Any] = {"OPSDTrainer": trl_opsd.OPSDTrainer, "tokenizer": tiny.tokenizer()}
-    names |= {
-        "student": tiny.qwen2(32, seed=0),
-        "teacher": tiny.qwen2(48, seed=1),
-        "dataset": tiny.rows(16).map(lambda row: {"answer": "4"}),
-    }
-    names["args"] = trl_opsd.OPSDConfig("out", num_generations=2)
-    exec(exact, names)
-    assert names["exact"](completions=[" 4 ", "5"], answer=["4", "4"]) == [1.0, 0.0]
+    rows = tiny.rows(16).map(lambda row: {"answer": "4"})
+    names: dict[str, Any] = {"OPSDTrainer": trl_opsd.OPSDTrainer, "tokenizer": tiny.tokenizer(), "dataset": rows}
+    names |= {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}
+    exec(exact, names | {"args": trl_opsd.OPSDConfig("out", num_generations=2)})
     exec(tools.partition("\n\ntrainer =")[0], names)
     assert names["add"](2, 2) == 4
 
@@ -144,10 +136,10 @@ def test_the_reward_of_the_data_page_is_accepted():
 @pytest.mark.usefixtures("hub")
 def test_the_options_on_the_generation_page_are_accepted():
     *_, colocated, served, sglang, step, ahead = snippets("docs/generation.md")
-    configs = [eval(snippet, {"OPSDConfig": trl_opsd.OPSDConfig}) for snippet in (step, ahead)]
-    assert [config.overlap for config in configs] == ["step", "ahead"]
-    for snippet, mode in ((colocated, "colocate"), (served, "server"), (sglang, None)):
-        config = eval(snippet.rpartition("#")[0] or snippet, {"OPSDConfig": trl_opsd.OPSDConfig})
-        assert config.use_vllm == (mode is not None)
-        assert mode is None or config.vllm_mode == mode
-    assert config.sglang_server_url == "http://127.0.0.1:30000"
+    found = [
+        eval(snippet.rpartition("#")[0] or snippet, {"OPSDConfig": trl_opsd.OPSDConfig})
+        for snippet in (colocated, served, sglang, step, ahead)
+    ]
+    assert [config.overlap for config in found[3:]] == ["step", "ahead"]
+    assert [(config.use_vllm, config.vllm_mode) for config in found[:2]] == [(True, "colocate"), (True, "server")]
+    assert found[2].sglang_server_url == "http://127.0.0.1:30000"

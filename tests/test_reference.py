@@ -8,10 +8,8 @@ from ast import literal_eval
 from pathlib import Path
 
 import pytest
-from transformers import HfArgumentParser
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.options.normalize import with_help
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
@@ -47,23 +45,3 @@ def test_the_help_of_an_option_is_its_description(reference):
     helps = {one.name: one.metadata.get("help") for one in dataclasses.fields(OPSDConfig)}
     assert {name: helps[name] for name in described} == {name: meaning for name, (_, meaning) in described.items()}
     assert all(helps[name] for name in OPSDConfig.__annotations__ if name in helps)
-
-
-def test_percent_sign_in_a_description_reaches_the_help():
-    @with_help
-    @dataclasses.dataclass
-    class Options:
-        """Some."""
-
-        share: float = 0.5
-        """Of rows, as in 50%,
-        for instance."""
-        own: int = dataclasses.field(default=1, metadata={"help": "Its own."})
-        other: int = 1
-
-    assert [one.metadata.get("help") for one in dataclasses.fields(Options)] == [
-        "Of rows, as in 50%%, for instance.",
-        "Its own.",
-        None,
-    ]
-    assert "50%, for" in " ".join(HfArgumentParser(Options).format_help().split())

@@ -71,12 +71,6 @@ def test_pickled_weights_are_loaded_only_on_request(make_trainer, tmp_path, role
     assert trainer.args.to_dict()[option] == {"use_safetensors": False}
 
 
-def test_model_init_kwargs_are_left_unchanged(make_trainer, tmp_path):
-    tiny.qwen2(32, seed=0).save_pretrained(tmp_path / "student")
-    trainer = make_trainer(model=str(tmp_path / "student"))
-    assert trainer.args.model_init_kwargs is None
-
-
 class Sockets:
     """Refuses and records every attempt to use the network."""
 
@@ -94,36 +88,23 @@ class Sockets:
         return refuse
 
 
-def test_the_network_is_blocked_and_attempts_are_recorded(monkeypatch):
-    sockets = Sockets(monkeypatch)
-    with pytest.raises(OSError, match="no network"):
-        socket.create_connection(("127.0.0.1", 9))
-    with pytest.raises(OSError, match="no network"), socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-    assert len(sockets.attempts) == 2
+STEPS = {"strategy": "steps", "steps": 1}
 
 
 def test_a_training_does_not_use_the_network(make_trainer, tmp_path, monkeypatch):
     """From paths: student, teacher and tokenizers; train, evaluate, save, load the best model, resume."""
-    for name, model in (("student", tiny.qwen2(32, seed=0)), ("teacher", tiny.qwen2(48, seed=1))):
-        model.save_pretrained(tmp_path / name)
-        tiny.tokenizer().save_pretrained(tmp_path / name)
-    given = {
-        "model": str(tmp_path / "student"),
-        "teacher_model": str(tmp_path / "teacher"),
-        "processing_class": None,
-        "rollout": HFRollout(),
-        "eval_dataset": tiny.rows(4),
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "max_completion_length": 4,
-    }
+    tiny.save_pair(tmp_path)
+    given = {"model": str(tmp_path / "student"), "teacher_model": str(tmp_path / "teacher"), "processing_class": None}
+    given |= {"rollout": HFRollout(), "eval_dataset": tiny.rows(4), "max_completion_length": 4}
+    given |= {f"{what}_{name}": value for what in ("eval", "save") for name, value in STEPS.items()}
     sockets = Sockets(monkeypatch)
     make_trainer(**given, max_steps=1, load_best_model_at_end=True).train()
     resumed = make_trainer(**given, max_steps=2)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
     resumed.save_model(str(tmp_path / "final"))
+    assert resumed.args.model_init_kwargs is None, "as it was given"
     assert sockets.attempts == []
+    with pytest.raises(OSError, match="no network"):
+        socket.create_connection(("127.0.0.1", 9))
+    assert len(sockets.attempts) == 1, "so that an attempt would have been seen"

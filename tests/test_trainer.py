@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 
 import numpy as np
 import pytest
 import torch
-from datasets import IterableDataset
-from peft import LoraConfig, get_peft_model
 from support import tiny
 from transformers import AutoModelForCausalLM
 
-from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer, RolloutBackend
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, RolloutBackend
 from trl_opsd.loop.batch import Batch
 
 
@@ -43,27 +40,6 @@ class TestTeacher:
         assert not trainer.teacher.model.training
         assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
 
-    @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-    def test_teacher_equal_to_student_gives_no_loss_or_gradient(self, trained, divergence):
-        student = tiny.qwen2()
-        trainer = trained(
-            model=student, teacher_model=copy.deepcopy(student), divergence=divergence, max_steps=1, logging_steps=1
-        )
-        assert tiny.logged(trainer, "loss") == [pytest.approx(0, abs=1e-6)]
-        assert tiny.logged(trainer, "grad_norm") == [pytest.approx(0, abs=1e-4)]
-
-    def test_a_teacher_is_loaded_from_a_path_in_the_config(self, make_trainer, tmp_path):
-        teacher = tiny.qwen2(48, seed=1)
-        teacher.save_pretrained(tmp_path / "teacher")
-        trainer = make_trainer(teacher_model=None, teacher_model_name_or_path=str(tmp_path / "teacher"))
-        assert same(fingerprint(trainer.teacher.model), fingerprint(teacher))
-
-    def test_a_peft_model_can_teach(self, trained):
-        teacher = get_peft_model(tiny.qwen2(48, seed=1), LoraConfig(r=4, target_modules="all-linear"))
-        trainer = trained(teacher_model=teacher)
-        assert trainer.teacher_model is teacher
-        assert not any(parameter.requires_grad for parameter in teacher.parameters())
-
     def test_targets_keep_no_larger_tensor_alive(self, make_trainer):
         trainer = make_trainer()
         batch = trainer.score([{"prompt": "Once upon a time"}])
@@ -82,9 +58,7 @@ class TestTeacher:
         assert held == [False] * 3
 
     def test_the_shorter_context_of_a_teacher_sets_the_limit(self, make_trainer):
-        with pytest.raises(
-            ValueError, match=r"row 1 of train_dataset has 10 tokens; .* context of the teacher \(32 tokens\)"
-        ):
+        with pytest.raises(ValueError, match=r"row 1 .* context of the teacher \(32 tokens\)"):
             make_trainer(teacher_model=tiny.qwen2(48, 1, max_position_embeddings=32))
 
 
@@ -133,82 +107,20 @@ class TestRollout:
         trainer = make_trainer(model=student, rollout=FixedRollout({prompt: [5, 7, 9, 2, 5]}))
         assert trainer.complete([list(prompt)]) == [[5, 7]]
 
-    def test_an_empty_completion_has_no_tokens_in_the_loss(self, make_trainer):
-        class Seeing(OPSDTrainer):
-            def compare(self, student, rollout, targets, num_items):
-                seen.extend(zip(rollout.completion_lists(), rollout.weights.sum(1).tolist(), strict=True))
-                return super().compare(student, rollout, targets, num_items)
-
-        seen, completions = [], tiny.recorded(tiny.tokenizer())
-        completions[next(iter(completions))] = []
-        make_trainer(cls=Seeing, rollout=FixedRollout(completions), num_train_epochs=1, max_steps=-1).train()
-        assert [weight for ids, weight in seen if not ids] == [0] * (len(seen) // len(completions))
-        assert all(weight == len(ids) for ids, weight in seen)
-
     def test_custom_backend_is_bound_once_called_per_generation_batch(self, trained):
         class Echo(RolloutBackend):
-            bound, steps = 0, []
+            def __init__(self):
+                self.calls = []
 
             def bind(self, trainer):
-                self.bound += 1
+                self.calls.append(trainer)
 
             def complete(self, prompt_ids, step):
-                self.steps.append(step)
+                self.calls.append(step)
                 return [ids[:3] for ids in prompt_ids]
 
-        echo = Echo()
-        trainer = trained(rollout=echo, gradient_accumulation_steps=2)
-        assert trainer.rollout is echo
-        assert (echo.bound, echo.steps) == (1, [0, 1, 2])
-
-    def test_a_missing_completion_is_an_error(self, make_trainer):
-        class Lossy(FixedRollout):
-            def complete(self, prompt_ids, step):
-                return super().complete(prompt_ids, step)[1:]
-
-        trainer = make_trainer(rollout=Lossy(tiny.recorded(tiny.tokenizer())))
-        with pytest.raises(ValueError, match="Lossy returned 1 completions for 2 prompts"):
-            trainer.train()
-
-    @pytest.mark.parametrize(
-        ("written", "message"),
-        [
-            ([5] * 300, "Careless generated 300 tokens, but"),
-            ([5, 259], "A completion of Careless contains the token id 259"),
-        ],
-    )
-    def test_a_completion_that_no_model_can_read_is_an_error(self, make_trainer, written, message):
-        class Careless(FixedRollout):
-            def complete(self, prompt_ids, step):
-                return [written] * len(prompt_ids)
-
-        with pytest.raises(ValueError, match=message):
-            make_trainer(rollout=Careless({})).train()
-
-    def test_buffers_of_an_interrupted_run_are_not_trained_on(self, make_trainer):
-        class Impatient(FixedRollout):
-            asked = 0
-
-            def complete(self, prompt_ids, step):
-                self.asked += 1
-                return super().complete(prompt_ids, step)
-
-        class Interrupted(OPSDTrainer):
-            def compare(self, *args):
-                calls.append(args)
-                if len(calls) == 2:
-                    raise KeyboardInterrupt
-                return super().compare(*args)
-
-        rollout, calls = Impatient(tiny.recorded(tiny.tokenizer())), []
-        trainer = make_trainer(
-            Interrupted, rollout=rollout, gradient_accumulation_steps=4, per_device_train_batch_size=1, max_steps=1
-        )
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        trainer.train()
-        assert rollout.asked == 2
-        assert len(calls) == 2 + 4
+        trainer = trained(rollout=(echo := Echo()), gradient_accumulation_steps=2)
+        assert echo.calls == [trainer, 0, 1, 2]
 
 
 @pytest.mark.quick
@@ -257,60 +169,21 @@ class TestEvaluation:
 
 @pytest.mark.quick
 class TestLogs:
-    def test_each_log_has_divergence_entropies_and_phase_times(self, trained):
-        trainer = trained(gradient_accumulation_steps=2)
-        entry = trainer.state.log_history[0]
-        assert entry["divergence/mean"] == pytest.approx(entry["loss"], rel=1e-5)
-        assert min(entry["entropy/student"], entry["entropy/teacher"]) > 0
-        phases = [f"time/{phase}" for phase in ("complete", "teach", "compare")]
-        assert all(entry[phase] > 0 for phase in phases)
-        steps = [one for one in trainer.state.log_history if "step_time" in one]
-        # of one step, as the machine may be busy with something else between two clocks
-        assert min(abs(sum(one[phase] for phase in phases) / one["step_time"] - 1) for one in steps) < 0.05
-        assert entry["tokens_per_second"] > 0
-        for name in ("mean_length", "min_length", "max_length", "clipped_ratio"):
-            assert f"completions/{name}" in entry
-
-    def test_means_are_over_all_tokens_since_the_last_log(self, make_trainer):
-        every, twice = make_trainer(max_steps=2), make_trainer(max_steps=2, logging_steps=2)
-        every.train()
-        twice.train()
-        tokens = np.array(
-            tiny.logged(every, "completions/mean_length")
-        )  # two rows in each step, so lengths weigh as tokens
+    def test_means_are_over_all_tokens_since_the_last_log(self, trained):
+        every, twice = trained(max_steps=2), trained(max_steps=2, logging_steps=2)
+        tokens = np.array(tiny.logged(every, "completions/mean_length"))  # of two rows each, so lengths weigh as tokens
         expected = (np.array(tiny.logged(every, "divergence/mean")) * tokens).sum() / tokens.sum()
         assert tiny.logged(twice, "divergence/mean") == [pytest.approx(expected, rel=1e-5)]
 
 
-class TestData:
-    def test_an_iterable_dataset_is_trained_on(self, trained):
-        stream = IterableDataset.from_generator(lambda: iter(tiny.rows()))
-        trainer = trained(train_dataset=stream, shuffle_dataset=False)
-        assert len(tiny.logged(trainer, "loss")) == 3
-
-    def test_messages_are_rendered_with_the_chat_template(self, trained):
-        words = tiny.tokenizer()
-        chats = [[{"role": "user", "content": text}] for text in tiny.PROMPTS]
-        rendered = words.apply_chat_template(chats, add_generation_prompt=True, tokenize=True)["input_ids"]
-        rollout = FixedRollout({tuple(ids): [5, 6, 2] for ids in rendered})
-        trainer = trained(
-            train_dataset=tiny.rows().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
-            rollout=rollout,
-        )
-        assert len(tiny.logged(trainer, "loss")) == 3
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_overlong_prompts_are_dropped_on_request(self, trained, caplog, streamed):
-        dataset = tiny.rows(6)
-        dataset = dataset.add_item({"prompt": "long " * 100})
-        trainer = trained(
-            train_dataset=dataset.to_iterable_dataset() if streamed else dataset, overlong_prompts="drop", max_steps=3
-        )
-        if not streamed:
-            assert len(trainer.train_dataset) == 6
-        assert trainer.dropped_prompts["train_dataset"] == 1
-        assert caplog.text.count("dropped") == 1 + streamed
-        assert ("train_dataset streams prompts that leave no room" in caplog.text) is streamed
+@pytest.mark.parametrize("streamed", [False, True])
+def test_overlong_prompts_are_dropped_on_request(trained, caplog, streamed):
+    rows = tiny.rows(6).add_item({"prompt": "long " * 100})
+    rows = rows.to_iterable_dataset() if streamed else rows
+    trainer = trained(train_dataset=rows, overlong_prompts="drop", max_steps=3)
+    assert streamed or len(trainer.train_dataset) == 6
+    assert trainer.dropped_prompts["train_dataset"] == 1
+    assert caplog.text.count("dropped") == 1 + streamed
 
 
 def test_default_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):

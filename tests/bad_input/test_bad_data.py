@@ -27,8 +27,8 @@ def answered(*conversations: Any) -> Dataset:
     return Dataset.from_list([{"messages": one} for one in ([*GOOD, ANSWER], *conversations)])
 
 
-def stream(row: dict[str, Any], number: int = 8) -> IterableDataset:
-    return IterableDataset.from_generator(lambda: iter([row] * number))
+def stream(value: Any, number: int = 8, column: str = "prompt") -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter([{column: value}] * number))
 
 
 def with_column(name: str, values: list[Any]) -> Dataset:
@@ -42,22 +42,19 @@ DATASETS: list[tuple[str, Any]] = [
     ("question", Dataset.from_dict({"question": ["a", "b"]})),
     ("privileged_contex'.*'privileged_context'", with_column("privileged_contex", ["x"] * 8)),
     ("Teacher_prompt'.*'teacher_prompt'", with_column("Teacher_prompt", ["x"] * 8)),
-    ("row 1 of train_dataset is text, but the row has images", with_column("image", [None, "b.png"])),
+    ("row 1 .* is text, but the row has images", with_column("image", [None, "b.png"])),
     # rows
-    ("row 1 of train_dataset is empty", prompts("a", "")),
-    ("row 1 of train_dataset is a list without messages", prompts(GOOD, [])),
-    ("row 2 of train_dataset ends with a message of the assistant", prompts(GOOD, GOOD, [*GOOD, ANSWER])),
-    ("row 1 of train_dataset ends with a message of the user", answered(GOOD)),
-    ("row 1 of train_dataset is a list without messages", answered([ANSWER])),
-    ("row 1 of train_dataset is a list without messages", answered([])),
-    ("row 1 of train_dataset ends with a message of the assistant", answered([*GOOD, ANSWER, ANSWER])),
-    (
-        "teacher_prompt in row 1 of train_dataset ends with",
-        prompts(GOOD, GOOD).add_column("teacher_prompt", [GOOD, [*GOOD, ANSWER]]),
-    ),
-    ("row 0 of train_dataset: message 0 is of type str", prompts(["hi"], ["ho"])),
-    ("row 0 of train_dataset: message 0: its content is of type int", prompts(*[[{"role": "user", "content": 5}]] * 2)),
-    ("row 0 of train_dataset: message 0", prompts([{"content": "a"}], GOOD)),
+    ("row 1 .* is empty", prompts("a", "")),
+    ("row 1 .* is a list without messages", prompts(GOOD, [])),
+    ("row 2 .* ends with a message of the assistant", prompts(GOOD, GOOD, [*GOOD, ANSWER])),
+    ("row 1 .* ends with a message of the user", answered(GOOD)),
+    ("row 1 .* is a list without messages", answered([ANSWER])),
+    ("row 1 .* is a list without messages", answered([])),
+    ("row 1 .* ends with a message of the assistant", answered([*GOOD, ANSWER, ANSWER])),
+    ("teacher_prompt in row 1", prompts(GOOD, GOOD).add_column("teacher_prompt", [GOOD, [*GOOD, ANSWER]])),
+    ("row 0 .*: message 0 is of type str", prompts(["hi"], ["ho"])),
+    ("row 0 .*: message 0: its content is of type int", prompts(*[[{"role": "user", "content": 5}]] * 2)),
+    ("row 0 .*: message 0", prompts([{"content": "a"}], GOOD)),
     ("'role' and 'content'", prompts(*[[{"role": "user"}]] * 2)),
 ]
 OF_WRONG_TYPE: list[tuple[str, Any]] = [
@@ -68,41 +65,31 @@ OF_WRONG_TYPE: list[tuple[str, Any]] = [
     ("row 2499 of train_dataset is None", prompts(*["a"] * 2499, None)),
     ("row 0 of train_dataset is of type int", prompts(1, 2)),
 ]
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("eval_dataset. is empty", {"eval_dataset": Dataset.from_dict({"prompt": []})}),
+    ("max_steps", {"train_dataset": prompts("a", "b").to_iterable_dataset(), "max_steps": -1}),
+    (
+        "privileged_context",
+        {"teacher_model": None, "teacher_model_kind": "base"},
+    ),  # which a student may teach itself by
+]
+OTHERS_OF_WRONG_TYPE: list[tuple[str, dict[str, Any]]] = [
+    (r"eval_dataset\['easy'\]", {"eval_dataset": {"easy": [{"prompt": "a"}]}}),
+    (r"row 1 of eval_dataset\['hard'\]", {"eval_dataset": {"easy": tiny.rows(), "hard": prompts("a", None)}}),
+]
+REFUSED = [
+    *((named, {"train_dataset": dataset}, ValueError) for named, dataset in DATASETS),
+    *((named, {"train_dataset": dataset}, TypeError) for named, dataset in OF_WRONG_TYPE),
+    *((*row, ValueError) for row in OTHERS),
+    *((*row, TypeError) for row in OTHERS_OF_WRONG_TYPE),
+]
 
 
 @pytest.mark.quick
 @pytest.mark.before_loading
-@pytest.mark.parametrize(("named", "dataset"), DATASETS, ids=[one for one, _ in DATASETS])
-def test_a_dataset_is_refused_before_loading(refuses, named, dataset):
-    refuses(named, {"train_dataset": dataset})
-
-
-@pytest.mark.quick
-@pytest.mark.before_loading
-@pytest.mark.parametrize(("named", "dataset"), OF_WRONG_TYPE, ids=[one for one, _ in OF_WRONG_TYPE])
-def test_what_is_no_dataset_or_prompt_is_a_type_error(refuses, named, dataset):
-    refuses(named, {"train_dataset": dataset}, TypeError)
-
-
-@pytest.mark.quick
-@pytest.mark.before_loading
-def test_datasets_of_evaluations_are_read_too(refuses):
-    refuses("eval_dataset. is empty", {"eval_dataset": Dataset.from_dict({"prompt": []})})
-    refuses(r"eval_dataset\['easy'\]", {"eval_dataset": {"easy": [{"prompt": "a"}]}}, TypeError)
-    hard = {"easy": tiny.rows(), "hard": prompts("a", None)}
-    refuses(r"row 1 of eval_dataset\['hard'\] is None", {"eval_dataset": hard}, TypeError)
-
-
-@pytest.mark.quick
-@pytest.mark.before_loading
-def test_a_stream_needs_its_number_of_steps(refuses):
-    refuses("max_steps", {"train_dataset": prompts("a", "b").to_iterable_dataset(), "max_steps": -1})
-
-
-@pytest.mark.quick
-@pytest.mark.before_loading
-def test_a_student_that_teaches_itself_needs_context(refuses):
-    refuses("privileged_context", {"teacher_model": None, "teacher_model_kind": "base"})
+@pytest.mark.parametrize(("named", "given", "error"), REFUSED, ids=[one for one, *_ in REFUSED])
+def test_a_dataset_is_refused_before_loading(refuses, named, given, error):
+    refuses(named, given, error)
 
 
 # ---- Once tokenizer or context are known, or a row is there ----------------------------------------------------------
@@ -128,55 +115,41 @@ def mixed() -> Dataset:
     return prompts("a", "b").with_transform(lambda rows: {"prompt": ["a", GOOD][: len(rows["prompt"])]})
 
 
+def told_more(row: dict[str, Any], completion: str) -> list[dict[str, str]]:
+    """A prompt of the teacher that ends with an answer."""
+    return [*row["prompt"], ANSWER]
+
+
 LONG = "long " * 100
-LATE: list[tuple[str, dict[str, Any]]] = [
-    ("row 1 of train_dataset is messages", {"train_dataset": mixed()}),
-    (
-        "row 1 of train_dataset has no tokens",
-        {"train_dataset": prompts("a", "   "), "processing_class": stripping()},
-    ),
-    (
-        "row 0 of train_dataset: .*chat_template",
-        {"train_dataset": prompts(GOOD, GOOD), "processing_class": words(chat_template=None)},
-    ),
-    (
-        "row 0 of train_dataset is text, to which the tokenizer appends",
-        {"train_dataset": prompts("a", "b"), "processing_class": words(add_eos_token=True)},
-    ),
-    (
-        "row 0 of the batch of step 1 is text, to which the tokenizer appends",
-        {"train_dataset": stream({"prompt": "a"}), "processing_class": words(add_eos_token=True)},
-    ),
-    (
-        "row 0 of train_dataset has two start tokens",
-        {"train_dataset": prompts("<|endoftext|>a", "b"), "processing_class": words(add_bos_token=True)},
-    ),
-    ("row 1 of train_dataset has 500 tokens", {"train_dataset": prompts("a", LONG)}),
-    ("row 0 of the batch of step 1 has 500 tokens", {"train_dataset": stream({"prompt": LONG})}),
-    ("max_completion_length", {"max_completion_length": 256}),
-    ("ended before filling", {"train_dataset": stream({"prompt": "a"}, 1)}),
-    ("row 0 of train_dataset has no column 'prompt'", {"train_dataset": stream({"question": "a"})}),
-    ("row 0 of train_dataset ends with", {"train_dataset": stream({"prompt": [*GOOD, ANSWER]})}),
-    (
-        "`teacher_prompt_fn` returned for row . of the batch of step 1",
-        {
-            "train_dataset": prompts(GOOD, GOOD),
-            "rollout": None,
-            "teacher_prompt_fn": lambda row, completion: [*row["prompt"], ANSWER],
-        },
-    ),
+TWO = prompts("a", "b")
+CHATS = prompts(GOOD, GOOD)
+LATE: list[tuple[str, Any, dict[str, Any]]] = [
+    ("row 1 of train_dataset is messages", mixed(), {}),
+    ("row 1 of train_dataset has no tokens", prompts("a", "   "), {"processing_class": stripping()}),
+    ("row 0 of train_dataset: .*chat_template", CHATS, {"processing_class": words(chat_template=None)}),
+    ("row 0 of train_dataset .* appends", TWO, {"processing_class": words(add_eos_token=True)}),
+    ("row 0 of the batch of step 1 .* appends", stream("a"), {"processing_class": words(add_eos_token=True)}),
+    ("row 0 .* two start tokens", prompts("<|endoftext|>a", "b"), {"processing_class": words(add_bos_token=True)}),
+    ("row 1 of train_dataset has 500 tokens", prompts("a", LONG), {}),
+    ("row 0 of the batch of step 1 has 500 tokens", stream(LONG), {}),
+    ("max_completion_length", TWO, {"max_completion_length": 256}),
+    *(("eos_token_id", TWO, {"generation_kwargs": {"eos_token_id": value}}) for value in (None, "x", [2, -1])),
+    ("ended before filling", stream("a", 1), {}),
+    ("row 0 of train_dataset has no column 'prompt'", stream("a", column="question"), {}),
+    ("row 0 of train_dataset ends with", stream([*GOOD, ANSWER]), {}),
+    ("`teacher_prompt_fn` .* row . of the batch of step 1", CHATS, {"rollout": None, "teacher_prompt_fn": told_more}),
 ]
 
 
-@pytest.mark.parametrize(("named", "given"), LATE, ids=[one for one, _ in LATE])
-def test_a_row_is_refused_before_it_is_learned(refuses, named, given):
-    refuses(named, given)
+@pytest.mark.parametrize(("named", "rows", "given"), LATE, ids=[one for one, *_ in LATE])
+def test_a_row_is_refused_before_it_is_learned(refuses, named, rows, given):
+    refuses(named, {"train_dataset": rows, **given})
 
 
 def test_kinds_of_prompts_are_not_mixed(refuses):
     with pytest.raises(ValueError, match="The second"):
         common_kind([Prompt.of("a", "The first"), Prompt.of(GOOD, "The second")])
-    refuses("row 0 of train_dataset is None", {"train_dataset": stream({"prompt": None})}, TypeError)
+    refuses("row 0 of train_dataset is None", {"train_dataset": stream(None)}, TypeError)
 
 
 # ---- Contrasts -------------------------------------------------------------------------------------------------------
@@ -218,37 +191,26 @@ def parts(*content: Any) -> list[dict[str, Any]]:
 
 SENDS = {"type": "image", "image": "a.png"}
 ONE = {"prompt": GOOD, "image": "a.png"}
-WORDS = {"type": "text", "text": "hi"}
+FIRST = {"first": parts({"type": "text", "text": "hi"})}
+SEEN = {"prompt": parts("image"), "images": ["a.png"]}
 
 SHOWN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("row 1 of train_dataset.*processing_class", ONE, {"processing_class": tiny.tokenizer()}),
     ("teacher's prompt in row 1", ONE, {"blind": "teacher_model"}),
     ("teacher's prompt in row 1", ONE, {"teacher_server_url": "http://127.0.0.1:1"}),
-    *(
-        (rf"row 1 .*\['{kind}'\]", {"prompt": parts({"type": kind, kind: "a"})}, {"first": parts(WORDS)})
-        for kind in ("video", "audio", "image_url")
-    ),
-    ("has 1 images for 2", {"prompt": parts("image", "image"), "images": ["a.png"]}, {"first": parts(WORDS)}),
-    ("has 2 images for 1", {"prompt": parts("image"), "images": ["a.png"] * 2}, {"first": parts(WORDS)}),
-    ("has 1 images for 0", {"prompt": parts(SENDS), "images": ["a.png"]}, {"first": parts(WORDS)}),
-    (
-        "teacher's prompt in row 1 of train_dataset has 2 images for 1",
-        {"prompt": parts("image"), "images": ["a.png"], "teacher_images": ["a.png"] * 2},
-        {"first": parts(WORDS)},
-    ),
-    *(
-        ("row 1 .* both columns", {"prompt": GOOD, n: "a.png", f"{n}s": ["a.png"]}, {})
-        for n in ("image", "teacher_image")
-    ),
+    *((rf"row 1 .*\['{kind}'\]", {"prompt": parts({"type": kind, kind: "a"})}, FIRST) for kind in ("video", "audio")),
+    ("has 1 images for 2", {"prompt": parts("image", "image"), "images": ["a.png"]}, FIRST),
+    ("has 2 images for 1", {"prompt": parts("image"), "images": ["a.png"] * 2}, FIRST),
+    ("has 1 images for 0", {"prompt": parts(SENDS), "images": ["a.png"]}, FIRST),
+    ("teacher's .* 2 images for 1", {**SEEN, "teacher_images": ["a.png"] * 2}, FIRST),
+    ("row 1 .* both columns", {"prompt": GOOD, "image": "a.png", "images": ["a.png"]}, {}),
+    ("row 1 .* both columns", {"prompt": GOOD, "teacher_image": "a.png", "teacher_images": ["a.png"]}, {}),
     ("row 1 .*1 of 2", {"prompt": GOOD, "images": ["a.png", None]}, {}),
     ("padding_free", ONE, {"padding_free": True}),
     ("Blind", ONE, {"rollout": Blind({})}),
     ("row 1 of train_dataset is text", {"prompt": "a", "image": "a.png"}, {"first": "hi"}),
     ("row 1 .*no user message", {"prompt": [{"role": "system", "content": "a"}], "image": "a.png"}, {}),
-    *(
-        (f"'{name}'; did you mean", {"prompt": GOOD, name: ["a.png"]}, {})
-        for name in ("Images", "imagess", "teacher_img")
-    ),
+    *((f"'{name}'; did you mean", {"prompt": GOOD, name: ["a.png"]}, {}) for name in ("Images", "teacher_img")),
 ]
 
 

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from support import tiny
 from support.byte_languages import byte_pairs
 from tokenizers import Tokenizer, normalizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DistillationConfig
 
 from trl_opsd import FrozenTeacher, HFRollout, OPSDConfig, OPSDTrainer
@@ -62,25 +62,17 @@ def test_arguments_are_refused_before_a_model_is_touched(refuses, named, given, 
 # ---- Whether it can write text --------------------------------------------------------------------------------------
 
 
-def encoder_decoder() -> PreTrainedModel:
-    sizes = {"vocab_size": tiny.VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
-
-
-def masked_language_model() -> PreTrainedModel:
-    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256)
-    )
-
-
 @pytest.mark.quick
 @pytest.mark.before_loading
 @pytest.mark.parametrize("role", ROLES)
 def test_a_model_that_is_not_causal_is_refused(refuses, tmp_path, role):
-    for made in (tiny.qwen2(48, 1).model, encoder_decoder(), masked_language_model()):
+    sizes = {"vocab_size": tiny.VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    for made in (tiny.qwen2(48, 1).model, t5, bert):
         refuses(f"`{role}` is a {type(made).__name__}", {role: made})
-    encoder_decoder().save_pretrained(tmp_path / "t5")
+    t5.save_pretrained(tmp_path / "t5")
     refuses(f"`{role}` is a T5", {role: str(tmp_path / "t5")})
 
 
@@ -97,32 +89,32 @@ def sharing(way: str) -> dict[str, Any]:
     elif way == "an adapter":
         student, teacher = get_peft_model(teacher, LoraConfig(target_modules=["q_proj"])), teacher
     else:
-        teacher = student if way == "the object" else FrozenTeacher(Resident(student, torch.device("cpu")))
+        ways = {"the object": student, "one of several": {"other": tiny.qwen2(48, 1), "same": student}}
+        teacher = ways[way] if way in ways else FrozenTeacher(Resident(student, torch.device("cpu")))
     return {"model": student, "teacher_model": teacher}
 
 
-@pytest.mark.parametrize("way", ["the object", "a part", "memory", "an adapter", "a teacher made of it"])
-def test_a_teacher_that_is_the_student_is_refused(refuses, way):
-    refuses("shares parameters", sharing(way))
-
-
-@pytest.mark.quick
-def test_one_of_several_teachers_that_is_the_student_is_refused(refuses):
-    both = tiny.qwen2()
-    refuses(r"`teacher_model\['same'\]`", {"model": both, "teacher_model": {"other": tiny.qwen2(48, 1), "same": both}})
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_a_head_unlike_the_config_is_refused(refuses, role):
+def of_another_head(role: str) -> dict[str, Any]:
     models = {"model": tiny.qwen2(32, 0), "teacher_model": tiny.qwen2(48, 1)}
     models[role].lm_head = torch.nn.Linear(models[role].config.hidden_size, 280, bias=False)
-    refuses("280 rows", models)
+    return models
 
 
-@pytest.mark.parametrize("student", [tiny.VOCABULARY, 200])
-def test_a_smaller_vocabulary_than_the_tokenizers_is_refused(refuses, student):
-    models = {"model": tiny.qwen2(vocab_size=student), "teacher_model": tiny.qwen2(48, 1, vocab_size=200)}
-    refuses("200 (rows|ids)", models)
+def of_few_tokens(student: int) -> dict[str, Any]:
+    return {"model": tiny.qwen2(vocab_size=student), "teacher_model": tiny.qwen2(48, 1, vocab_size=200)}
+
+
+@pytest.mark.parametrize(
+    ("named", "make", "given"),
+    [
+        *(("shares parameters", sharing, way) for way in ("the object", "a part", "memory", "an adapter", "a teacher")),
+        (r"`teacher_model\['same'\]`", sharing, "one of several"),
+        *(("280 rows", of_another_head, role) for role in ROLES),
+        *(("200 (rows|ids)", of_few_tokens, student) for student in (tiny.VOCABULARY, 200)),
+    ],
+)
+def test_models_that_do_not_go_together_are_refused(refuses, named, make, given):
+    refuses(named, make(given))
 
 
 def torn(folder: Path, narrow: bool) -> str:
@@ -174,7 +166,7 @@ def permuted() -> PreTrainedTokenizerFast:
 
 def extended() -> PreTrainedTokenizerFast:
     words = tiny.tokenizer()
-    words.add_tokens(["extra", "more", "and", "another"])
+    words.add_tokens(["extra"])
     return words
 
 
@@ -210,42 +202,30 @@ def test_a_tokenizer_is_refused_before_loading(refuses, named, given):
     refuses(named, given)
 
 
-@pytest.mark.quick
-@pytest.mark.before_loading
-def test_the_tokenizer_in_a_teachers_folder_is_compared(refuses, tmp_path):
-    permuted().save_pretrained(tmp_path / "teacher")
-    tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "teacher")
-    refuses("id 3 is", {"teacher_model": str(tmp_path / "teacher")})
-
-
 @pytest.mark.parametrize(
     "form",
     [
+        lambda teacher: teacher.config._name_or_path,
         lambda teacher: teacher,
         lambda teacher: get_peft_model(teacher, LoraConfig(target_modules=["q_proj"])),
         lambda teacher: FrozenTeacher(Resident(teacher, torch.device("cpu"))),
     ],
-    ids=["an object", "with an adapter", "a teacher"],
+    ids=["a path", "an object", "with an adapter", "a teacher"],
 )
-def test_the_tokenizer_where_a_teacher_was_loaded_from_is_compared(refuses, tmp_path, form):
+def test_the_tokenizer_where_a_teacher_comes_from_is_compared(refuses, tmp_path, form):
     permuted().save_pretrained(tmp_path / "teacher")
     teacher = tiny.qwen2(48, 1)
+    teacher.save_pretrained(tmp_path / "teacher")
     teacher.config._name_or_path = str(tmp_path / "teacher")  # as `from_pretrained` leaves it
     refuses("id 3 is", {"teacher_model": form(teacher)})
 
 
-@pytest.mark.parametrize("made", [tiny.qwen2, tiny.gemma2, tiny.gpt2])
 @pytest.mark.parametrize("has_one", [False, True])
-def test_a_folder_without_an_end_token_is_refused(refuses, tmp_path, made, has_one):
-    made().save_pretrained(tmp_path / "student")
+def test_a_folder_without_an_end_token_is_refused(refuses, tmp_path, has_one):
+    tiny.gemma2().save_pretrained(tmp_path / "student")
     if has_one:
         without("eos_token").save_pretrained(tmp_path / "student")
     refuses("end-of-sequence", {"model": str(tmp_path / "student"), "processing_class": None})
-
-
-@pytest.mark.parametrize("value", [None, "x", [2, -1]])
-def test_an_end_that_no_completion_could_have_is_refused(refuses, value):
-    refuses("eos_token_id", {"generation_kwargs": {"eos_token_id": value}})
 
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
@@ -270,10 +250,12 @@ def scheduled(rate: Callable[[int], float], of_another: bool = False) -> dict[st
     return {"model": student, "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(owner, rate))}
 
 
+WITH_BIASES = LoraConfig(r=4, bias="all", target_modules="all-linear")
+
+
 def before_its_adapter() -> dict[str, Any]:
-    student = tiny.qwen2()
-    adapter = LoraConfig(target_modules=["q_proj"])
-    return {"model": student, "optimizers": (optimizer_of(*student.parameters()), None), "peft_config": adapter}
+    optimizers = optimizer_of(*(student := tiny.qwen2()).parameters()), None
+    return {"model": student, "optimizers": optimizers, "peft_config": LoraConfig(target_modules=["q_proj"])}
 
 
 @pytest.mark.parametrize(
@@ -285,32 +267,17 @@ def before_its_adapter() -> dict[str, Any]:
         ("no trainable parameter", lambda: {"cls": StepsAnother}),
         ("another optimizer", lambda: scheduled(lambda step: 1.0, of_another=True)),
         ("adapter", before_its_adapter),
-        (
-            "Anchor.*adapter",
-            lambda: {
-                "anchor_weight": 0.1,
-                "peft_config": LoraConfig(r=4, bias="all", target_modules="all-linear"),
-            },
-        ),
-        (
-            "`teacher_model`.*teacher_model_name_or_path",
-            lambda: {"teacher_model": tiny.qwen2(48, 1), "teacher_model_name_or_path": "other"},
-        ),
+        ("Anchor.*adapter", lambda: {"anchor_weight": 0.1, "peft_config": WITH_BIASES}),
     ],
 )
 def test_a_training_in_which_nothing_would_be_learned_is_refused(refuses, named, given):
     refuses(named, given())
 
 
-def test_an_unknown_divergence_is_not_assigned(make_trainer):
-    with pytest.raises(ValueError, match="forward_kl"):
-        make_trainer().divergence = "forwardkl"
-
-
 # ---- Models with code of their own -----------------------------------------------------------------------------------
 
 MODULE = """
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 class MineConfig(Qwen2Config):
@@ -320,22 +287,17 @@ class MineConfig(Qwen2Config):
 class MineForCausalLM(Qwen2ForCausalLM):
     config_class = MineConfig
 """
-TRUST = {
-    "model": ("trust_remote_code", "model_init_kwargs"),
-    "teacher_model": ("teacher_trust_remote_code", "teacher_model_init_kwargs"),
-}
 
 
-@pytest.mark.parametrize("role", TRUST)
-def test_a_model_with_code_is_loaded_with_its_option(make_trainer, tmp_path, role):
-    folder = tmp_path / "mine"
-    tiny.qwen2(32).save_pretrained(folder)
+@pytest.mark.parametrize(("role", "prefix"), [("model", ""), ("teacher_model", "teacher_")])
+def test_a_model_with_code_is_loaded_with_its_option(make_trainer, tmp_path, role, prefix):
+    tiny.qwen2(32).save_pretrained(tmp_path / "mine")
     classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
-    said = json.loads((folder / "config.json").read_text())
+    said = json.loads((tmp_path / "mine/config.json").read_text())
     said |= {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": classes}
-    (folder / "config.json").write_text(json.dumps(said))
-    (folder / "mine.py").write_text(MODULE)
-    option, init = TRUST[role]
-    trainer = make_trainer(**{role: str(folder), option: True})
-    assert type(trainer.model if role == "model" else trainer.teacher_model).__name__ == "MineForCausalLM"
-    make_trainer(**{role: str(folder), init: {"trust_remote_code": True}})
+    (tmp_path / "mine/config.json").write_text(json.dumps(said))
+    (tmp_path / "mine/mine.py").write_text(MODULE)
+    for given in ({"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}):
+        options = {f"{prefix}{name}": value for name, value in given.items()}
+        trainer = make_trainer(**{role: str(tmp_path / "mine")}, **options)
+        assert type(getattr(trainer, role)).__name__ == "MineForCausalLM"

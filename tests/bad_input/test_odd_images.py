@@ -48,12 +48,8 @@ def are_equal(one: PILImage.Image, other: PILImage.Image) -> bool:
 
 
 SMALL, PALETTE = PICTURE.convert("L"), PICTURE.convert("P")
-JPEG, CMYK, GIF = (
-    written(PICTURE, "JPEG"),
-    written(PICTURE.convert("CMYK"), "JPEG"),
-    written(PICTURE, "GIF", save_all=True, append_images=[picture(1, 40, 56)]),
-)
-LARGE = PILImage.new("L", (6000, 4000), 99)
+JPEG, CMYK = written(PICTURE, "JPEG"), written(PICTURE.convert("CMYK"), "JPEG")
+GIF = written(PICTURE, "GIF", save_all=True, append_images=[picture(1, 40, 56)])
 
 ODD = {
     "RGB": (written(PICTURE), PICTURE),
@@ -64,10 +60,8 @@ ODD = {
     "alpha": (written(PICTURE.convert("RGBA")), PICTURE),
     "CMYK": (CMYK, decoded(CMYK)),
     "turned by EXIF": (written(PICTURE, "JPEG", exif=TURNED), decoded(JPEG).transpose(PILImage.Transpose.ROTATE_270)),
-    "one pixel": (written(PICTURE.resize((1, 1))), PICTURE.resize((1, 1))),
     "a line": (written(PICTURE.resize((1000, 1))), PICTURE.resize((1000, 1))),
     "an animation": (GIF, decoded(GIF)),
-    "large": (written(LARGE, "PNG", compress_level=1), LARGE.convert("RGB")),
 }
 WAYS = {
     "bytes": lambda data, file: data,
@@ -83,7 +77,7 @@ WAYS = {
 def test_odd_pictures_are_read_as_the_same_picture_in_rgb(tmp_path, case):
     data, expected = ODD[case]
     (tmp_path / "image").write_bytes(data)
-    for way in ("path", "PIL") if case == "large" else WAYS:
+    for way in WAYS:
         given = WAYS[way](data, tmp_path / "image")
         assert size_of(given) == (expected.height, expected.width), way
         assert are_equal(opened(given), expected), way
@@ -91,33 +85,27 @@ def test_odd_pictures_are_read_as_the_same_picture_in_rgb(tmp_path, case):
 
 DEEP = PILImage.fromarray(np.arange(2240, dtype=np.uint16).reshape(40, 56) * 29)
 BROKEN = {
-    "cut PNG": (written(PICTURE)[:3000], "image file is truncated", False),
-    "cut JPEG": (JPEG[:1500], "image file is truncated", False),
+    "cut PNG": (written(PICTURE)[:3000], "truncated", False),
+    "cut JPEG": (JPEG[:1500], "truncated", False),
     "nothing": (b"", "it is no image file", True),
     "text": (b"hello", "it is no image file", True),
-    "a bomb": (claiming(30000, 30000), "Image size .900000000 pixels. exceeds limit", True),
-    "16 bits": (written(DEEP), "its mode is 'I;16', and RGB would clip it: convert it to 8 bits", True),
-    "floats": (written(DEEP.convert("F"), "TIFF"), "its mode is 'F', and RGB would clip it", True),
+    "a bomb": (claiming(30000, 30000), "900000000 pixels", True),
+    "16 bits": (written(DEEP), "'I;16', and RGB would clip it", True),
+    "floats": (written(DEEP.convert("F"), "TIFF"), "'F', and RGB would clip it", True),
+    "a line to Qwen": (written(PICTURE.resize((1000, 1))), "aspect ratio", False),
 }
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_pictures_are_refused_and_numbered(tmp_path, case):
-    data, message, _ = BROKEN[case]
+    data, named, _ = BROKEN[case]
     (tmp_path / "image").write_bytes(data)
+    reader = vision_language.processor("qwen2_5_vl" if "Qwen" in case else "gemma3")
     for way in ("bytes", "stored", "path"):
         images = [{"type": "image", "image": one} for one in (PICTURE, WAYS[way](data, tmp_path / "image"))]
-        with pytest.raises(ValueError, match=f"^image 1 cannot be read: {message}.*Replace it, or remove the row.$"):
-            read_with_images(vision_language.processor("gemma3"), [{"role": "user", "content": images}])
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("family", ["qwen2_5_vl"])
-def test_a_picture_that_the_processor_refuses_is_numbered(family):
-    images = [{"type": "image", "image": one} for one in (PICTURE, PICTURE.resize((1000, 1)))]
-    with pytest.raises(ValueError, match=r"^image 1 cannot be read: absolute aspect ratio must be smaller than 200"):
-        read_with_images(vision_language.processor(family), [{"role": "user", "content": images}])
+        with pytest.raises(ValueError, match=f"^image 1 cannot be read: .*{named}"):
+            read_with_images(reader, [{"role": "user", "content": images}])
 
 
 # ---- In a dataset ----------------------------------------------------------------------------------------------------
@@ -136,8 +124,8 @@ def rows(last: bytes | str, number: int = 4) -> Dataset:
 @pytest.mark.refusal
 @pytest.mark.parametrize("case", [*(name for name, (*_, in_header) in BROKEN.items() if in_header), "missing"])
 def test_what_the_header_shows_is_refused_at_construction(make_trainer, case):
-    data, message, _ = BROKEN.get(case, ("/no/such.png", "there is no file '/no/such.png'", True))
-    with pytest.raises(ValueError, match=f"^The prompt in row 3 of train_dataset: image 0 cannot be read: {message}"):
+    data, named, _ = BROKEN.get(case, ("/no/such.png", "'/no/such.png'", True))
+    with pytest.raises(ValueError, match=f"row 3 of train_dataset: image 0 cannot be read: .*{named}"):
         make_trainer(**vision_language.arguments(), train_dataset=rows(data))
 
 

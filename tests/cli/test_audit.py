@@ -16,12 +16,10 @@ from support import tiny
 from support.failing_server import Scoring, pretended
 from typer.testing import CliRunner
 
-from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.cli.audit import Audit, Mean, Replay, audit, document, screen, tokens_of, verdict
 from trl_opsd.cli.main import app
 from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective
-from trl_opsd.methods import Rewards
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 WORDS = tiny.tokenizer()
@@ -130,22 +128,13 @@ def test_training_after_an_audit_is_as_without(make_trainer):
     assert torch.equal(outcomes[0][2], outcomes[1][2])
 
 
-def test_teacher_that_cannot_repair_a_slip_is_found_out(tmp_path):
+def test_teacher_that_cannot_repair_a_slip_is_found_out(make_trainer):
     """As benchmarks/notes/arithmetic.md counted: it went on right in 27 of 1,133 cases."""
-    args = OPSDConfig(str(tmp_path), divergence="forward_kl", max_completion_length=40, report_to=[])
-    trainer = OPSDTrainer(
-        model=str(STUDENT),
-        teacher_model=str(TEACHER),
-        args=args,
-        train_dataset=prompts_with_answers(draw(200)),
-        methods=[Rewards([right])],
-    )
-    one = audit(trainer, 32)
-    assert one.knows is not None
-    assert one.recovers is not None
+    models = {"model": str(STUDENT), "teacher_model": str(TEACHER), "processing_class": None, "rollout": None}
+    options = {"divergence": "forward_kl", "max_completion_length": 40, "reward_funcs": right}
+    one = audit(make_trainer(**models, **options, train_dataset=prompts_with_answers(draw(200))), 32)
     assert one.knows.value > 0.5
     assert one.recovers.value < 0.2
-    assert one.correlation is not None
     assert one.correlation.value > 0.3
     assert verdict(one).word == "off-policy"
 
@@ -158,9 +147,8 @@ def test_audit_of_equal_models_finds_nothing_to_learn(make_trainer):
 
 def test_context_is_compared_with_none(make_trainer):
     data = tiny.rows().add_column("privileged_context", [f"hint {number}" for number in range(8)])
-    one = audit(
-        make_trainer(**{**OPTIONS, "train_dataset": data, "teacher_model": None, "teacher_model_kind": "base"}), 8
-    )
+    itself = {"train_dataset": data, "teacher_model": None, "teacher_model_kind": "base"}
+    one = audit(make_trainer(**OPTIONS, **itself), 8)
     assert one.forward == pytest.approx(one.context, rel=1e-4)  # as nothing was trained
 
 
@@ -198,19 +186,11 @@ def test_completions_of_an_audit_are_not_logged(make_trainer):
     assert trainer.log_completions
 
 
-def test_floor_of_a_server_of_tokens_is_its_noise(tmp_path):
-    teacher = tiny.qwen2(48, seed=1)
-    teacher.save_pretrained(tmp_path / "teacher")
-    WORDS.save_pretrained(tmp_path / "teacher")
-    with pretended(teacher, kind=Scoring, words=WORDS) as server:
+def test_floor_of_a_server_of_tokens_is_its_noise(make_trainer, tmp_path):
+    tiny.save_pair(tmp_path)
+    with pretended(tiny.qwen2(48, seed=1), kind=Scoring, words=WORDS) as server:
         asked = {"teacher_server_targets": "teacher_top_k", "teacher_server_top_k": 8}
-        trainer = OPSDTrainer(
-            model=tiny.qwen2(32),
-            teacher_model=str(tmp_path / "teacher"),
-            args=tiny.config(tmp_path / "out", teacher_server_url=server.url, **asked),
-            train_dataset=tiny.rows(),
-            processing_class=WORDS,
-        )
+        trainer = make_trainer(teacher_model=str(tmp_path / "teacher"), teacher_server_url=server.url, **asked)
         assert audit(trainer, 8).floor == trainer.teachers.noise
 
 
@@ -265,12 +245,11 @@ def test_each_rule_has_its_verdict(word, given):
 def test_the_command_prints_its_verdict(tmp_path):
     tiny.save_pair(tmp_path)
     tiny.rows(16).to_json(tmp_path / "rows.jsonl")
-    models = {"model_name_or_path": tmp_path / "student", "teacher_model_name_or_path": tmp_path / "teacher"}
-    lines = {**models, "dataset_name": tmp_path / "rows.jsonl", "output_dir": tmp_path / "out", "use_cpu": True}
-    file = tmp_path / "run.yaml"
-    file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "max_completion_length": 8}.items()))
+    (tmp_path / "run.yaml").write_text("use_cpu: true\nmax_completion_length: 8\n")
+    given = {"model_name_or_path": "student", "dataset_name": "rows.jsonl", "output_dir": "out"}
+    named = [part for name, path in given.items() for part in (f"--{name}", str(tmp_path / path))]
     for teacher, word in (("teacher", "BROKEN"), ("student", "NOTHING")):
-        given = ["--rows", "4", "--teacher_model_name_or_path", str(tmp_path / teacher)]
-        done = CliRunner().invoke(app, ["audit", str(file), *given])
+        more = ["--rows", "4", "--teacher_model_name_or_path", str(tmp_path / teacher)]
+        done = CliRunner().invoke(app, ["audit", str(tmp_path / "run.yaml"), *named, *more])
         assert (done.exit_code, done.stdout.splitlines()[0]) == (1, word), done.output
     assert not (tmp_path / "out").exists()

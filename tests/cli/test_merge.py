@@ -118,8 +118,17 @@ def test_an_average_merges_adapters(disk, tmp_path):
         average_of([str(disk / "one"), str(tmp_path / "wide")], args)
 
 
-def test_a_metric_is_of_the_rows_of_its_expert():
-    metric = Metric("one", lambda completions, weight, trainer_state, **_: [trainer_state * one for one in weight])
+def weighted(completions: list[str], weight: list[int], trainer_state: int, **_: Any) -> list[float]:
+    return [trainer_state * one for one in weight]
+
+
+async def awaited(**given: Any) -> list[float]:
+    return weighted(**given)
+
+
+@pytest.mark.parametrize("function", [weighted, awaited])
+def test_a_metric_is_of_the_rows_of_its_expert(function):
+    metric = Metric("one", function)
     given = {"teacher": ["two", "one", "one"], "completions": ["", "", ""], "weight": [1, 2, 3]}
     assert metric(**given, trainer_state=10) == [None, 20, 30]
     assert metric(**{name: values[:1] for name, values in given.items()}, trainer_state=10) == [None]
@@ -136,27 +145,23 @@ def test_the_share_of_the_headroom_is_that_of_the_means():
 
 WHOLE = {"model": "m", "dataset": "d", "metric": "x"}
 OTHER = {**WHOLE, "metric": "accuracy_reward"}
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no mapping": ({"experts": ["a"]}, "`experts`: expected at least two names"),
-    "one expert": ({"experts": {"a": WHOLE}}, "`experts`: expected at least two names"),
-    "no metric": ({"experts": {"a": {"model": "m", "dataset": "d"}, "b": OTHER}}, r"a\.metric"),
-    "a typo": ({"experts": {"a": {**WHOLE, "data": 1}, "b": OTHER}}, r"a\.data"),
-    "a dataset beside": ({"dataset_name": "rows"}, "`dataset_name` with `experts`"),
-    "teachers beside": ({"teacher_models": {"a": "b"}}, "`teacher_models` with `experts`"),
-    "a teacher beside": ({"teacher_model_kind": "base"}, "`teacher_model_kind` with `experts`"),
-    "rewards beside": (
-        {"methods": {"rewards": {"functions": ["accuracy_reward"]}}},
-        "`functions` of `rewards`, and so has the task or the experts",
-    ),
-}
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("at least two", {"experts": ["a"]}),
+    ("at least two", {"experts": {"a": WHOLE}}),
+    (r"a\.metric", {"experts": {"a": {"model": "m", "dataset": "d"}, "b": OTHER}}),
+    (r"a\.data", {"experts": {"a": {**WHOLE, "data": 1}, "b": OTHER}}),
+    ("`dataset_name`", {"dataset_name": "rows"}),
+    ("`teacher_models`", {"teacher_models": {"a": "b"}}),
+    ("`teacher_model_kind`", {"teacher_model_kind": "base"}),
+    ("`rewards`", {"methods": {"rewards": {"functions": ["accuracy_reward"]}}}),
+]
 
 
 @pytest.mark.refusal
 @pytest.mark.quick
-@pytest.mark.parametrize("case", BAD)
-def test_a_wrong_file_is_explained(disk, tmp_path, case):
-    more, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("named", "more"), BAD)
+def test_a_wrong_file_is_refused(disk, tmp_path, named, more):
+    with pytest.raises(ValueError, match=named):
         main(["--config", file(disk, tmp_path, **more)])
 
 
@@ -192,14 +197,6 @@ def test_what_is_measured_does_not_change_the_training(disk, tmp_path, monkeypat
         path.write_text(path.read_text().replace(str(disk / "one") + "\n", str(tmp_path / "adapter") + "\n"))
         found.append(tiny.weights(main(["--config", str(path)])))
     assert torch.equal(*found)
-
-
-async def awaited(completions: list[str], **_: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
-def test_a_metric_may_be_a_coroutine():
-    assert Metric("one", awaited)(teacher=["one", "two"], completions=["", ""]) == [1.0, None]
 
 
 def test_a_weight_of_one_expert_leaves_one_to_each_other():

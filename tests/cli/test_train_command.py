@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,17 +49,25 @@ def options(folder, **given):
     return [part for name, value in named.items() for part in (f"--{name}", str(value))]
 
 
-def command(*arguments, **environment):
-    """Runs the installed command as a shell would, outside of any launch."""
+def started(*arguments):
+    """Starts the installed command as a shell would, outside of any launch."""
     own = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     path = os.pathsep.join([str(ROOT.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "trl_opsd", *map(str, arguments)],
-        env={**own, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True,
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "trl_opsd", *map(str, arguments)],
+        env={**own, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        stderr=PIPE,
+        stdout=PIPE,
         text=True,
-        timeout=200,
     )
+
+
+def command(*arguments):
+    """Runs it; its output, with that of errors behind it."""
+    run = started(*arguments)
+    printed, said = run.communicate(timeout=200)
+    assert run.returncode == 0, said[-3000:]
+    return printed + said
 
 
 @pytest.mark.quick
@@ -99,10 +108,10 @@ def test_options_of_accelerate_are_separated_from_those_of_the_training(case):
     assert launch.separated(given, OptionParser()) == (launcher, ours)
 
 
-def test_a_path_of_an_accelerate_file_is_taken(tmp_path):
+def test_every_shipped_accelerate_file_and_any_path_can_be_named(tmp_path):
     (tmp_path / "mine.yaml").write_text("num_processes: 2")
-    given = ["--accelerate_config", str(tmp_path / "mine.yaml")]
-    assert launch.separated(given, OptionParser())[0] == ["--config_file", str(tmp_path / "mine.yaml")]
+    for named, file in [(str(tmp_path / "mine.yaml"),) * 2, *((one.stem, str(one)) for one in CONFIGS.iterdir())]:
+        assert launch.separated(["--accelerate_config", named], OptionParser())[0] == ["--config_file", file]
 
 
 def test_command_line_overrides_launch_options_of_the_file(tmp_path):
@@ -111,43 +120,50 @@ def test_command_line_overrides_launch_options_of_the_file(tmp_path):
     parser = OptionParser(launch_options=launch.launch_options())
     launcher, ours = launch.separated(["--config", str(file), "--num_processes", "2"], parser)
     assert launcher == ["--config_file", str(CONFIGS / "ddp.yaml"), "--cpu", "--num_processes", "2"]
-    parser.check(ours)
     assert parser.given([*ours, "--output_dir", str(tmp_path), "--use_cpu"]).config.max_steps == 7
 
 
-REFUSED = {
-    "no such option": (["--learning_rat", "1"], "unknown option '--learning_rat': did you mean 'learning_rate'?"),
-    "no such file": (["--accelerate_config", "zero4"], "--accelerate_config zero4: expected a file, or one of ddp, "),
-    "a kind of value": (["--max_steps", "many"], "invalid int value: 'many'"),
-    "a kind of value of theirs": (["--num_processes", "two"], "argument --num_processes/--num-processes: invalid int"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_mistake_ends_the_command_before_anything_is_launched(case, capsys, monkeypatch):
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """As outside of any launch; what is launched then is recorded, or fails as a test says."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch, "launch_command", lambda _: pytest.fail("launched"))
-    given, message = REFUSED[case]
+
+    def launching(outcome: Any) -> None:
+        def launched(_: Any) -> None:
+            raise outcome
+
+        monkeypatch.setattr(launch, "launch_command", launched)
+
+    return launching
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--learning_rat", "1"], "'learning_rate'?"),
+        (["--accelerate_config", "zero4"], "zero4: expected a file, or one of ddp, "),
+        (["--max_steps", "many"], "'many'"),
+        (["--num_processes", "two"], "--num_processes"),
+    ],
+)
+def test_a_mistake_ends_the_command_before_anything_is_launched(given, named, capsys, unlaunched):
+    unlaunched(AssertionError("launched"))
     with pytest.raises(SystemExit) as ended:
         launch.run([*given, "--num_machines", "1"], "trl-opsd train")
-    assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert message in said
-    assert said.startswith("trl-opsd train: error: ")
+    assert (ended.value.code, named in said, said.partition(": error: ")[0]) == (2, True, "trl-opsd train"), said
 
 
+@pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("dry", [(), ("--dry_run",)], ids=["a run", "a dry run"])
-def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path, monkeypatch):
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
+def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path):
     given = ["train", *disk, *options(tmp_path, temperature=-1), *dry]
     done = CliRunner().invoke(app, given, prog_name="trl-opsd")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
-        "trl-opsd train: error: `temperature=-1.0`: expected greater than 0.",
-        "`--traceback` shows where it was raised.",
-    ]
+    first, last = done.stderr.splitlines()
+    assert first.startswith("trl-opsd train: error: `temperature=-1.0`")
+    assert "`--traceback`" in last
     for asked in (["--traceback", *given], [*given, "--traceback"]):
         with pytest.raises(ValueError, match="temperature"):
             app(asked)
@@ -168,16 +184,15 @@ def test_explained_errors_have_no_traceback_and_failed_runs_status_1(error, stat
     error.add_note("Resume.")
     with pytest.raises(type(error) if status is None else SystemExit) as ended, explained(lambda: "it", whole=False):
         raise error
-    if status is not None:
-        assert ended.value.code == status
-        assert capsys.readouterr().err.splitlines()[::2] == [f"it: error: {error}", "Resume."]
+    said = capsys.readouterr().err.splitlines()
+    assert said[::2] == ([] if status is None else [f"it: error: {error}", "Resume."])
+    assert status is None or ended.value.code == status
 
 
 @pytest.mark.quick
-def test_builtin_type_error_keeps_its_traceback(capsys):
+def test_builtin_type_error_keeps_its_traceback():
     with pytest.raises(TypeError, match="NoneType"), explained(lambda: "it", whole=False):
         format(None, ".2f")
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.quick
@@ -192,18 +207,11 @@ def test_builtin_type_error_keeps_its_traceback(capsys):
         (SignalException("got a signal", signal.SIGINT), 130, []),
     ],
 )
-def test_status_of_a_launch_is_that_of_its_cause(ends, status, told, capsys, monkeypatch):
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
-    error = ends
+def test_status_of_a_launch_is_that_of_its_cause(ends, status, told, capsys, unlaunched):
     if isinstance(ends, dict):
         failed = {rank: ProcessFailure(rank, 1, code, "no file") for rank, code in ends.items()}
-        error = ChildFailedError("train", failed)
-
-    def fail(_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(launch, "launch_command", fail)
+        ends = ChildFailedError("train", failed)
+    unlaunched(ends)
     with pytest.raises(SystemExit) as ended:
         launch.run(["--num_machines", "1"], "trl-opsd train")
     assert ended.value.code == status
@@ -220,12 +228,7 @@ def test_run_stopped_by_sigterm_has_its_status_and_goes_on(launcher, disk, tmp_p
     """Started twice by one command, as a scheduler does: the second goes on from the checkpoint of the first."""
     given = options(tmp_path / "out", max_steps=4000, save_strategy="no", enable_jit_checkpoint=True, logging_steps=1)
     arguments = ["train", *launcher, *disk, *given, "--resume_from_checkpoint", "auto"]
-    path = os.pathsep.join([str(ROOT.parent), os.environ.get("PYTHONPATH", "")])
-    own = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    own |= {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.Popen(
-        [sys.executable, "-u", "-m", "trl_opsd", *map(str, arguments)], env=own, text=True, stderr=PIPE, stdout=PIPE
-    )
+    run = started(*arguments)
     assert run.stdout is not None
     for line in run.stdout:
         if line.strip().startswith("5/4000"):
@@ -238,15 +241,8 @@ def test_run_stopped_by_sigterm_has_its_status_and_goes_on(launcher, disk, tmp_p
     assert f"Stopped by SIGTERM at step {at} of 4000" in said
     assert "Traceback" not in said
     assert not [*(tmp_path / "out").glob("*.safetensors")], "what was not finished looks as if it was"
-    again = command(*arguments, "--max_steps", at + 1)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert f"{at + 1}/{at + 1}" in again.stdout
+    assert f"{at + 1}/{at + 1}" in command(*arguments, "--max_steps", at + 1)
     assert [*(tmp_path / "out").glob("*.safetensors")]
-
-
-def test_every_shipped_accelerate_file_can_be_named():
-    for file in CONFIGS.iterdir():
-        assert launch.separated(["--accelerate_config", file.stem], OptionParser())[0] == ["--config_file", str(file)]
 
 
 @pytest.mark.distributed
@@ -254,43 +250,31 @@ def test_every_shipped_accelerate_file_can_be_named():
 def test_command_launches_two_processes_and_saves(disk, tmp_path):
     given = options(tmp_path / "out", max_steps=1, gradient_accumulation_steps=2, gradient_checkpointing=True)
     adapter = ["--use_peft", "--lora_target_modules", "all-linear"]
-    done = command("train", "--accelerate_config", "zero3_cpu", *disk, *given, *adapter)
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = command("train", "--accelerate_config", "zero3_cpu", *disk, *given, *adapter)
     for false_alarm in ("None of the inputs have requires_grad", "is deprecated", "accumulation steps mismatch"):
-        assert false_alarm not in done.stderr
-    assert "  2, DeepSpeed ZeRO-3" in done.stdout + done.stderr
+        assert false_alarm not in said
+    assert "  2, DeepSpeed ZeRO-3" in said
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
 def test_a_dry_run_takes_one_step_and_leaves_nothing(disk, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = options(tmp_path / "out", save_strategy="steps", save_steps=1, log_completions=True, max_steps=3)
-    splits = [
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "1",
-        "--dataset_test_split",
-        "train",
-        "--eval_on_start",
-        "true",
-        "--methods",
-        '{"student_quantization": {"format": "int8"}}',
-    ]
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "dataset_test_split": "train", "eval_on_start": "true"}
+    evaluates["methods"] = '{"student_quantization": {"format": "int8"}}'
+    splits = [part for name, value in evaluates.items() for part in (f"--{name}", str(value))]
     trainer = script.main([*disk, *given, *splits, "--dry_run"])
     assert trainer.state.global_step == 1
     assert list(tmp_path.iterdir()) == []
     said = capsys.readouterr().out
     logged = trainer.state.log_history[0]
-    lines = (line.split(maxsplit=1) for line in said.splitlines() if line.startswith("  "))
-    told = dict(line for line in lines if len(line) == 2)  # a long path has a line of its own
     for name in ("divergence/mean", "loss"):
-        assert told[name].split()[0] == f"{logged[name]:.4g}"
-    assert told["the"].split()[2:4] == ["3", "steps;"], "of the whole run"
+        assert re.search(rf"{name} +{logged[name]:.4g}\b", said)
+    assert re.search(r"\bthe .* 3 steps;", said), "of the whole run"
     assert not any(name.startswith("eval_") for row in trainer.state.log_history for name in row)
     start = tiny.qwen2(32, seed=0)
-    moved = [not torch.equal(one, was) for one, was in zip(trainer.model.parameters(), start.parameters(), strict=True)]
-    assert any(moved), "the step was taken"
+    pairs = zip(trainer.model.parameters(), start.parameters(), strict=True)
+    assert not all(torch.equal(one, was) for one, was in pairs), "the step was taken"
 
 
 def test_a_dry_run_refuses_what_a_run_would(disk, tmp_path):

@@ -9,9 +9,6 @@ import torch
 from support import tiny
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.methods import METRICS
-from trl_opsd.types.loss import columns
 
 pytestmark = pytest.mark.quick
 
@@ -36,50 +33,23 @@ class Counting(OPSDTrainer):
         return super().compare(student, rollout, targets, num_items)
 
 
-def test_verbs_run_per_generation_batch_and_compare_per_micro_batch(trained):
-    trainer = trained(Counting, gradient_accumulation_steps=2, max_steps=2)
-    assert trainer.calls == ["complete", "teach", "compare", "compare"] * 2
-
-
-def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, monkeypatch):
-    trainer = make_trainer(gradient_accumulation_steps=4, max_steps=1)
-    read = []
+def test_rows_are_completed_and_read_once_a_step_and_compared_by_micro_batch(make_trainer, monkeypatch):
+    trainer = make_trainer(Counting, gradient_accumulation_steps=4, max_steps=2)
     forward = trainer.teacher.model.base_model.forward
-    monkeypatch.setattr(
-        trainer.teacher.model.base_model,
-        "forward",
-        # `functools.wraps` keeps the signature, from which the positions are decided
-        functools.wraps(forward)(lambda **kwargs: read.append(len(kwargs["input_ids"])) or forward(**kwargs)),
-    )
+
+    @functools.wraps(forward)  # keeps the signature, from which the positions are decided
+    def counted(**kwargs):
+        trainer.calls.append(f"read {len(kwargs['input_ids'])}")
+        return forward(**kwargs)
+
+    monkeypatch.setattr(trainer.teacher.model.base_model, "forward", counted)
     trainer.train()
-    assert read == [8]
-
-
-def test_rows_are_scored_outside_of_training(make_trainer):
-    trainer = make_trainer()
-    batch = trainer.score([{"prompt": "2+2="}, {"prompt": "x"}])
-    assert [row.hidden.shape for row in batch.targets.rows] == [(2, 48), (3, 48)]
-    loss, sums, _ = trainer._compared(trainer.model, batch.rollout, batch.targets, None)
-    entropy, tokens = columns(sums, "student_entropy", "weight").sum(0)
-    assert min(loss, entropy) > 0
-    assert tokens == 5
-
-
-def test_trl_never_builds_an_engine_of_its_own(tmp_path):
-    args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
-    given = {"train_dataset": tiny.rows(), "processing_class": tiny.tokenizer(), "processors": {"": None}}
-    bare = type("Bare", (TrainerHooks,), {"known_metrics": METRICS})
-    trainer = bare(model=tiny.qwen2(), args=args, **given)
-    assert args.use_vllm is True
-    assert trainer.use_vllm is True
-    assert not hasattr(trainer, "vllm_generation")
+    assert trainer.calls == ["complete", "teach", "read 8", *["compare"] * 4] * 2
 
 
 def test_an_empty_completion_becomes_a_masked_row(make_trainer):
-    words = tiny.tokenizer()
-    answers = tiny.recorded(words)
-    answers[tuple(words("x")["input_ids"])] = []
-    trainer = make_trainer(rollout=FixedRollout(answers))
+    answers = tiny.recorded(words := tiny.tokenizer())
+    trainer = make_trainer(rollout=FixedRollout({**answers, tuple(words("x")["input_ids"]): []}))
     both = trainer.score([{"prompt": "2+2="}, {"prompt": "x"}])
     assert both.rollout.completion_mask.tolist() == [[1, 1], [0, 0]]
     assert both.rollout.weights.sum() == 2

@@ -29,34 +29,21 @@ def trained(trained):
     )
 
 
-def with_answers(trainer: OPSDTrainer, data: Dataset) -> Dataset:
-    """Rows whose column `completion` holds what [`Answering`] writes."""
-    prompts = trainer.prompt_ids_of(trainer.teaching.read_rows(list(data)))
-    return data.add_column("completion", [[{"role": "assistant", "content": text(answer(ids))}] for ids in prompts])
-
-
-def text(ids: list[int]) -> str:
-    return WORDS.decode(ids[:-1])
-
-
 def others() -> dict[str, Any]:
-    return {name: vision_language.model("qwen2_5_vl", 48, seed, sees=True) for name, seed in (("one", 1), ("two", 1))}
+    return {name: vision_language.model("qwen2_5_vl", 48, 1, sees=True) for name in ("one", "two")}
 
 
+BUDGET = {"max_tokens_per_microbatch": 90}
 SAME: dict[str, dict[str, Any]] = {
-    "a budget of tokens": {"max_tokens_per_microbatch": 90},
+    "a budget of tokens": BUDGET,
     "one call": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     "rows as they end": {"overlap": "step"},
-    "rows as they end, a budget": {"overlap": "step", "max_tokens_per_microbatch": 90},
+    "rows as they end, a budget": {"overlap": "step", **BUDGET},
     "a streamed teacher": {"teacher_offload": "stream"},
     "a teacher on the CPU": {"teacher_offload": "cpu"},
     "two teachers alike": {"teacher_model": others},
     "recomputed": {"gradient_checkpointing": True},
-    "before each step, an evaluation": {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "eval_dataset": lambda: rows([2, 0]),
-    },
+    "evaluations between": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": lambda: rows([2, 0])},
 }
 
 
@@ -99,8 +86,10 @@ class Keeping(OPSDTrainer):
 
 def test_completions_of_rows_with_images_are_learned(trained):
     expected, data = trained(), rows(NUMBERS)
-    found = trained(Keeping, lmbda=0.0, train_dataset=with_answers(expected, data))
-    assert [ids for *_, ids in found.taught] == [answer(prompt) for *_, prompt, _ in found.taught]
+    answers = [answer(ids) for ids in expected.prompt_ids_of(expected.teaching.read_rows(list(data)))]
+    said = [[{"role": "assistant", "content": WORDS.decode(ids[:-1])}] for ids in answers]
+    found = trained(Keeping, lmbda=0.0, train_dataset=data.add_column("completion", said))
+    assert [ids for *_, ids in found.taught] == answers
     assert [len(row["images"]) for row, *_ in found.taught] == NUMBERS
     torch.testing.assert_close(tiny.weights(found), tiny.weights(expected), rtol=0, atol=2e-6)
 
@@ -155,14 +144,10 @@ def test_a_tool_is_called_in_rows_with_images(trained):
     reader.chat_template = qwen3_vl_chat_template
     add_response_schema(reader)
     reader.chat_template = reader.tokenizer.chat_template = qwen3_vl_chat_template.replace(marks, "<boi><image><eoi>")
-    sizes = {"sees": True, "max_position_embeddings": 4096}
-    models = {
-        "model": vision_language.model("qwen3_vl", 32, 0, **sizes),
-        "teacher_model": vision_language.model("qwen3_vl", 48, 1, **sizes),
-        "processing_class": reader,
-    }
-    called = {"tools": [tiny.add], "rollout": SeesAndCalls(), "max_completion_length": 400}
-    found = trained(Keeping, **models, **called)
+    given = {"processing_class": reader, "tools": [tiny.add], "rollout": SeesAndCalls(), "max_completion_length": 400}
+    for role, width in {"model": 32, "teacher_model": 48}.items():
+        given[role] = vision_language.model("qwen3_vl", width, 0, sees=True, max_position_embeddings=4096)
+    found = trained(Keeping, **given)
     for row, images, prompt, completion in found.taught:
         text = reader.decode(completion)
         assert text.startswith(CALL)

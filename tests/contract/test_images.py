@@ -1,4 +1,4 @@
-"""Rows with images are learned from as in TRL, as each alone in float64, and from a teacher that sees others."""
+"""Rows with images are learned from as each alone in float64, also from a teacher that sees others."""
 
 from __future__ import annotations
 
@@ -10,70 +10,36 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from support import tiny, vision_language
-from support.parity import losses, trained
 from support.rollouts import Answering
 from support.vision_language import answer, rows
 from torch import Tensor
 from transformers import GenerationConfig
-from trl import DistillationConfig, DistillationTrainer
 
-from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.types.rollout import cut_after_end
 
 SHORT = ("gemma3", "qwen2_5_vl")
 SEEING = [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in vision_language.SEEING]
+
+
 LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
 
 
-class TRLs(DistillationTrainer):
-    """TRL's trainer with the same completions."""
-
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
-        return Answering(answer).complete(prompt_ids, 0)
-
-
-def processor(family: str, **options: Any) -> Any:
-    made = vision_language.processor(family, **options)
-    made.tokenizer.padding_side = "left"  # else TRL shifts token types against the ids they belong to
-    return made
-
-
 def models(family: str, **other: Any) -> dict[str, Any]:
-    student = vision_language.model(family, 32, 0, sees=True)
     teacher = vision_language.model(family, 48, 1, sees=True, **other)
-    return {"model": student, "teacher_model": teacher, "processing_class": processor(family)}
-
-
-ALIKE = {"gemma4": "TRL attends to the padding of its processor", "mistral3": "TRL joins prompts of one length only"}
-"""Families that TRL trains correctly, or at all, only where all prompts of a batch have as many tokens."""
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", SEEING)
-def test_training_on_images_equals_trl(tmp_path, family, lora):
-    options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
-    data = rows([1] * 4, height=56) if family in ALIKE else rows([1, 2, 1, 1])
-    given = {"peft_config": LoraConfig(r=4, target_modules=LAYERS) if lora else None}
-    trls = trained(TRLs, DistillationConfig(**options), **models(family), train_dataset=data, **given)
-    ours = trained(
-        OPSDTrainer, OPSDConfig(**options), **models(family), train_dataset=data, rollout=Answering(answer), **given
-    )
-    assert losses(trls).std() > 0
-    assert (losses(trls) - losses(ours)).abs().max() <= 1e-6
-    torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=2e-6)
+    return {**vision_language.arguments(family), "teacher_model": teacher}
 
 
 @pytest.mark.parametrize("blind", ["model", "teacher_model"])
-def test_model_that_does_not_see_is_refused(tmp_path, blind):
+def test_model_that_does_not_see_is_refused(make_trainer, blind):
     given = models("gemma3")
     for weight in given[blind].model.multi_modal_projector.parameters():
         torch.nn.init.zeros_(weight)
-    args = OPSDConfig(**tiny.options(tmp_path, max_steps=1))
     with pytest.raises(ValueError, match="it does not see them"):
-        OPSDTrainer(args=args, train_dataset=rows([1] * 4), rollout=Answering(answer), **given).train()
+        make_trainer(train_dataset=rows([1] * 4), rollout=Answering(answer), **given).train()
 
 
 # ---- Against each row alone, in float64 ------------------------------------------------------------------------------
@@ -81,9 +47,8 @@ def test_model_that_does_not_see_is_refused(tmp_path, blind):
 
 def log_probs(model: Any, reader: Any, text: str, images: Sequence[Image.Image], completion: Sequence[int]) -> Tensor:
     """[C, V], float64, from the model's own forward pass on one row alone, with all that its processor returns."""
-    parts = [*({"type": "image", "image": one} for one in images), {"type": "text", "text": text}]
     made = reader.apply_chat_template(
-        [{"role": "user", "content": parts}],
+        messages(text, images),
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
@@ -92,7 +57,7 @@ def log_probs(model: Any, reader: Any, text: str, images: Sequence[Image.Image],
     prompt = made.pop("input_ids")
     made.pop("attention_mask")
     ids = torch.cat([prompt, torch.tensor([completion])], dim=1)
-    taken = inspect.signature(model.forward).parameters
+    taken = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
     zeros = torch.zeros(1, len(completion), dtype=torch.long)
     given = {
         name: torch.cat([value, zeros], dim=1) if value.shape == prompt.shape else value
@@ -129,14 +94,14 @@ def steps_in_float64(student: Any, teacher: Any, data: Dataset, readers: tuple[A
     return found
 
 
+def messages(text: str, images: Sequence[Image.Image]) -> list[dict[str, Any]]:
+    parts = [*({"type": "image", "image": one} for one in images), {"type": "text", "text": text}]
+    return [{"role": "user", "content": parts}]
+
+
 def ids_of(reader: Any, row: Any) -> list[int]:
-    parts = [
-        *({"type": "image", "image": one} for one in row["images"]),
-        {"type": "text", "text": row["prompt"][0]["content"]},
-    ]
-    content = parts if row["images"] else row["prompt"][0]["content"]
-    messages = [{"role": "user", "content": content}]
-    return reader.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+    content = messages(row["prompt"][0]["content"], row["images"]) if row["images"] else row["prompt"]
+    return reader.apply_chat_template(content, add_generation_prompt=True, tokenize=True, return_dict=True)[
         "input_ids"
     ][0]
 
@@ -145,24 +110,25 @@ CASES = {
     "mixed": ([0, 1, 2, 1], None, {}),
     "teacher sees others": ([1, 0, 2, 1], [2, 1, 0, 1], {}),
     "teacher's processor": ([1, 2, 0, 1], None, {"unit": 32}),
+    "adapter": ([1, 0, 2, 1], None, {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", SEEING)
-def test_each_row_is_learned_from_as_alone(tmp_path, family, case):
+def test_each_row_is_learned_from_as_alone(trained, family, case):
     numbers, theirs, other = CASES[case]
-    options = tiny.options(
-        tmp_path, divergence="forward_kl", learning_rate=1e-2, max_steps=2, optim="sgd", shuffle_dataset=False,
-        max_grad_norm=1e9, lr_scheduler_type="constant",
-    )  # fmt: skip
-    data, readers = rows(numbers, theirs), (processor(family), processor(family, **other))
+    data, readers = rows(numbers, theirs), [vision_language.processor(family, **one) for one in ({}, other)]
     both = models(family, **other)
+    if case == "adapter":
+        adapter = LoraConfig(r=4, target_modules=LAYERS, init_lora_weights=False)
+        both["model"] = get_peft_model(both["model"], adapter)
     student, teacher = copy.deepcopy(both["model"]).train(), copy.deepcopy(both["teacher_model"])
     expected = steps_in_float64(student, teacher, data, readers, 1e-2)
-    given = {**both, "rollout": Answering(answer), "teacher_processing_class": readers[1]}
-    ours = trained(OPSDTrainer, OPSDConfig(**options), train_dataset=data, **given)
-    assert losses(ours).tolist() == pytest.approx(expected, abs=5e-6)
+    options = {"divergence": "forward_kl", "learning_rate": 1e-2, "max_steps": 2, "optim": "sgd", "max_grad_norm": 1e9}
+    given = {**both, "rollout": Answering(answer), "teacher_processing_class": readers[1], "train_dataset": data}
+    ours = trained(**given, **options, shuffle_dataset=False)
+    assert tiny.logged(ours, "loss") == pytest.approx(expected, abs=5e-6)
     for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
         torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=2e-5)  # of changes up to 4e-2
 
@@ -170,48 +136,36 @@ def test_each_row_is_learned_from_as_alone(tmp_path, family, case):
 # ---- Rollouts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def generating(make_trainer):
+    """A trainer of models that see and decode greedily, and the prompts of rows."""
+
+    def generating(family: str, data: Dataset, ends: list[int], tokens: int) -> tuple[OPSDTrainer, list[list[int]]]:
+        given = {**models(family), "train_dataset": data, "rollout": HFRollout(), "max_completion_length": tokens}
+        given["model"].generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+        trainer = make_trainer(**given, generation_kwargs={"do_sample": False})
+        return trainer, trainer.prompt_ids_of(trainer.teaching.read_rows(list(data)))
+
+    return generating
+
+
 @pytest.mark.parametrize("family", SEEING)
-def test_rollouts_see_images(make_trainer, family):
-    student = vision_language.model(family, 32, 0, sees=True)
+def test_rollouts_see_images(generating, family):
     ends = list(range(2, 200, 12))  # so that rows leave the batch one after the other
-    student.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
-    alone = copy.deepcopy(student).double().eval()
-    data, reader = rows([0, 1, 2, 1, 2, 0]), processor(family)
-    trainer = make_trainer(
-        model=student,
-        teacher_model=vision_language.model(family, 48, 1, sees=True),
-        processing_class=reader,
-        train_dataset=data,
-        rollout=HFRollout(),
-        generation_kwargs={"do_sample": False},
-        max_completion_length=12,
-    )
-    requests = trainer.teaching.read_rows([data[row] for row in range(len(data))])
-    written = trainer.complete(trainer.prompt_ids_of(requests))
-    for row, ids in enumerate(written):
-        text, images = data[row]["prompt"][0]["content"], data[row]["images"]
+    data, reader = rows([0, 1, 2, 1, 2, 0]), vision_language.processor(family)
+    trainer, prompts = generating(family, data, ends, 12)
+    alone = copy.deepcopy(trainer.model).double().eval()
+    for row, ids in zip(data, trainer.complete(prompts), strict=True):
         found = []
         while len(found) < 12 and not (found and found[-1] in ends):
-            scores = log_probs(alone, reader, text, images, [*found, 0])[-1]
+            scores = log_probs(alone, reader, row["prompt"][0]["content"], row["images"], [*found, 0])[-1]
             scores[trainer.placeholders] = -torch.inf
             found.append(int(scores[: trainer.limits.vocabulary].argmax()))
         assert ids == cut_after_end(found, ends)
 
 
-def test_rows_leave_batches_larger_than_their_images_pixels(make_trainer):
-    student = vision_language.model("llava", 32, 0, sees=True)
-    student.generation_config = GenerationConfig(eos_token_id=[42, 63, 66, 164], pad_token_id=0)
-    data = rows([1] * 36)
-    trainer = make_trainer(
-        model=student,
-        teacher_model=vision_language.model("llava", 48, 1, sees=True),
-        processing_class=processor("llava"),
-        train_dataset=data,
-        rollout=HFRollout(),
-        generation_kwargs={"do_sample": False},
-        max_completion_length=6,
-    )
-    prompts = trainer.prompt_ids_of(trainer.teaching.read_rows(list(data)))
+def test_rows_leave_batches_larger_than_their_images_pixels(generating):
+    trainer, prompts = generating("llava", rows([1] * 36), [42, 63, 66, 164], 6)
     together = trainer.complete(prompts)
     assert len(set(map(len, together))) > 1, "some leave before others"
     assert together[30:] == trainer.complete(prompts[30:])
@@ -221,31 +175,18 @@ def test_rows_leave_batches_larger_than_their_images_pixels(make_trainer):
 
 
 @pytest.mark.long
-def test_a_resumed_run_has_the_weights_of_its_checkpoint(tmp_path):
-    """Which has other names than the model: transformers' trainer loads none of those, and only warns."""
-    options = tiny.options(tmp_path, learning_rate=1e-2, max_steps=4, save_strategy="steps", save_steps=2)
-    data = {"train_dataset": rows([1, 0, 2, 1] * 2), "rollout": HFRollout()}
-    whole = trained(OPSDTrainer, OPSDConfig(**options), **models("gemma3"), **data)
-    resumed = OPSDTrainer(args=OPSDConfig(**options), **models("gemma3"), **data)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+def test_a_checkpoint_is_resumed_and_the_best_one_loaded(trained, tmp_path):
+    """Which have other names than the model: transformers' trainer loads none of those, and only warns."""
+    options = {"learning_rate": 1e-2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options |= {"train_dataset": rows([1, 0, 2, 1] * 2), "rollout": HFRollout()}
+    whole = trained(**options, **models("gemma3"))
+    resumed = trained(**options, **models("gemma3"), resume=str(tmp_path / "checkpoint-2"))
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
-
-@pytest.mark.long
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    options = tiny.options(
-        tmp_path, learning_rate=1.0, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps",
-        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False,
-    )  # fmt: skip
-    data = rows([1, 0, 2, 1])
-    ended = trained(
-        OPSDTrainer,
-        OPSDConfig(**options),
-        **models("gemma3"),
-        train_dataset=data,
-        rollout=Answering(answer),
-        eval_dataset=rows([1, 0]),
-    )
+    options |= {"learning_rate": 1.0, "max_steps": 2, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    options |= {"rollout": Answering(answer), "eval_dataset": rows([1, 0])}
+    ended = trained(**options, **models("gemma3"))
     assert ended.state.best_model_checkpoint.endswith("checkpoint-1")
     best = type(ended.model).from_pretrained(ended.state.best_model_checkpoint)
     for mine, expected in zip(ended.model.parameters(), best.parameters(), strict=True):

@@ -18,49 +18,26 @@ from trl import DistillationConfig
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 
-
-def models() -> dict[str, Any]:
-    return vision_language.arguments("gemma3")
-
-
 LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
-
-
-def adapter(lora: bool) -> LoraConfig | None:
-    return LoraConfig(r=4, target_modules=LAYERS) if lora else None
-
-
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
-def test_training_on_text_equals_trl(tmp_path, lora):
-    options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-3)
-    trls = trained(Replaying, DistillationConfig(**options), **models(), peft_config=adapter(lora))
-    ours = trained(OPSDTrainer, OPSDConfig(**options), **models(), peft_config=adapter(lora))
-    assert losses(trls).std() > 0
-    assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
-    torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=1e-5)
+MODELS = {"model": (32, 0), "teacher_model": (48, 1)}
+SHORT = [("gemma3", False, True), ("gemma4", False, False), ("qwen2_vl", True, False)]
+LONG = [(one, False, False) for one in vision_language.FAMILIES if one != "gemma4"]
+LONG += [("gemma3", True, True), ("gemma4", True, False), ("mistral3", True, False)]
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"),
-    [
-        ("gemma4", False),
-        ("qwen2_vl", True),
-        *(pytest.param(one, False, marks=pytest.mark.long) for one in vision_language.FAMILIES if one != "gemma4"),
-        *(pytest.param(one, True, marks=pytest.mark.long) for one in ("gemma4", "mistral3")),
-    ],
+    ("family", "lora", "sees"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
 )
-def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family, lora):
+def test_training_on_text_equals_trl(tmp_path, family, lora, sees):
+    """With a processor where it sees, else with a tokenizer alone."""
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
-    trls, ours = (
-        trained(
-            cls,
-            config(**options),
-            model=vision_language.model(family, 32, 0),
-            teacher_model=vision_language.model(family, 48, 1),
-            peft_config=adapter(lora),
-        )
-        for cls, config in ((Replaying, DistillationConfig), (OPSDTrainer, OPSDConfig))
-    )
+
+    def run(cls: type, config: type) -> Any:
+        given = {"peft_config": LoraConfig(r=4, target_modules=LAYERS) if lora else None}
+        models = {name: vision_language.model(family, *of) for name, of in MODELS.items()}
+        return trained(cls, config(**options), **(vision_language.arguments(family) if sees else models), **given)
+
+    trls, ours = run(Replaying, DistillationConfig), run(OPSDTrainer, OPSDConfig)
     assert losses(trls).std() > 0
     assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
     torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=1e-5)
@@ -83,10 +60,11 @@ def test_image_placeholders_are_never_generated(make_trainer, family):
 
 
 def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_path):
-    models()["model"].save_pretrained(tmp_path / "student")
-    models()["processing_class"].save_pretrained(tmp_path / "student")
+    given = vision_language.arguments("gemma3")
+    for part in ("model", "processing_class"):
+        given[part].save_pretrained(tmp_path / "student")
     rows = tiny.rows().add_column("images", [[]] * 8).add_column("image", [None] * 8)
-    given = {**models(), "model": str(tmp_path / "student"), "processing_class": None, "train_dataset": rows}
+    given |= {"model": str(tmp_path / "student"), "processing_class": None, "train_dataset": rows}
     options = {"save_strategy": "steps", "save_steps": 3, "remove_unused_columns": False}
     trainer = trained(OPSDTrainer, tiny.config(tmp_path / "out", **options), **given)
     again = AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-3")

@@ -1,9 +1,8 @@
 """Losses and gradients are those of TRL's SDPO and SDFT trainers on the same completions, with what the tables of
 `docs/migration.md` name.
 
-Both divide by the tokens of each row and then by all rows, SDPO also by those without a teacher's prompt. So their own
-loss is ours with `loss_aggregation="rows"`, times `gate/mean`. Elsewhere each of TRL's rows is weighted so that every
-token that has a teacher counts the same.
+Both divide by the tokens of each row and then by all rows, SDPO also by those without a teacher's prompt. So their loss
+is ours with `loss_aggregation="rows"`, times `gate/mean`; where all rows have one length, ours by tokens, too.
 """
 
 from __future__ import annotations
@@ -72,9 +71,6 @@ class Gradients(TrainerCallback):
 class TRLs:
     """TRL's trainers with these completions."""
 
-    is_by_token = False
-    """Whether every token with a teacher counts the same, in place of TRL's own mean."""
-
     def __init__(self, *args: Any, **given: Any) -> None:
         self.batches: list[Any] = []
         self.losses: list[float] = []
@@ -93,10 +89,6 @@ class TRLs:
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.is_by_token:
-            whole, masks = self.batches[-1], ("completion_mask", "self_distillation_mask")
-            mine, of_all = ((one[masks[0]] * one[masks[1]][:, None]).sum() for one in (inputs, whole))
-            loss = loss * self.current_gradient_accumulation_steps * mine / of_all
         self.losses.append(loss.item())
         return loss
 
@@ -110,39 +102,41 @@ class Replaying(RolloutBackend):
         return self.words([text for text, _ in written(texts)])["input_ids"]
 
 
+EMA = {"teacher_model_kind": "ema", "teacher_update_rate": 0.25}
+BY_ROWS = {"loss_aggregation": "rows"}
+
+
+def gaps(mine: Gradients, theirs: Gradients, shares: Iterable[float]) -> list[float]:
+    """Of each step, how far a share of our gradient is from TRL's."""
+    steps = zip(mine.found, theirs.found, shares, strict=True)
+    return [float((share * one - other).norm() / other.norm()) for one, other, share in steps]
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "texts"),
     [
-        ({"divergence": "reverse_kl"}, {"distillation_alpha": 1.0}, FOUR),
-        ({"divergence": "forward_kl"}, {"distillation_alpha": 0.0}, FOUR),
-        ({"divergence": "jsd", "beta": 0.3}, {"distillation_alpha": 0.3}, FOUR),
-        ({"divergence": "reverse_kl", "teacher_model_kind": "ema"}, {"teacher_model_kind": "ema"}, FOUR),
+        ({"divergence": "reverse_kl", **BY_ROWS}, {"distillation_alpha": 1.0}, FOUR),
+        ({"divergence": "forward_kl", **BY_ROWS}, {"distillation_alpha": 0.0}, FOUR),
+        ({"divergence": "jsd", "beta": 0.3, **BY_ROWS}, {"distillation_alpha": 0.3}, FOUR),
+        ({"divergence": "reverse_kl", **EMA, **BY_ROWS}, EMA, RAGGED),
         ({"divergence": "reverse_kl"}, {}, EVEN),
-        ({"divergence": "reverse_kl", "loss_aggregation": "rows"}, {}, RAGGED),
-        ({"divergence": "reverse_kl", "loss_aggregation": "rows"}, {}, FOUR),
     ],
-    ids=["reverse KL", "forward KL", "JSD", "EMA", "one length", "rows", "rows without a teacher"],
+    ids=["reverse KL", "forward KL", "JSD", "EMA", "one length"],
 )
 def test_a_group_that_succeeds_teaches_as_in_trl(trained, tmp_path, mine, theirs, texts):
     tiny.save_pair(tmp_path)
-    student = str(tmp_path / "student")
+    student, gates = str(tmp_path / "student"), []
+    given = {"train_dataset": prompts(texts), "processing_class": tiny.tokenizer(), "reward_funcs": reward}
     args = SDPOConfig(
         **tiny.options(tmp_path, **OPTIONS, per_device_train_batch_size=1, gradient_accumulation_steps=ROWS),
-        **{"teacher_model_kind": "live", "teacher_update_rate": 0.25, **theirs},
+        **{"teacher_model_kind": "live", **theirs},
         distillation_mode="full_logits", distillation_is_clip=None, max_prompt_length=None,
         diagnostics_warning_interval=0,
     )  # fmt: skip
-    of_trl = Gradients()
-    given = {"train_dataset": prompts(texts), "processing_class": tiny.tokenizer(), "reward_funcs": reward}
-    by_rows = "loss_aggregation" in mine
-    trls = type("", (TRLs, SDPOTrainer), {"is_by_token": texts is FOUR and not by_rows})(
-        model=student, args=args, callbacks=[of_trl], **given
-    )
+    trls = type("", (TRLs, SDPOTrainer), {})(model=student, args=args, callbacks=[of_trl := Gradients()], **given)
     trls.train()
     solved = SOLVED if texts is FOUR else [[1] * ROWS] * 2
     assert [batch["self_distillation_mask"].int().tolist() for batch in trls.batches] == solved
-
-    gates: list[list[float]] = []
 
     class Ours(OPSDTrainer):
         def teach(self, rollout, rows):
@@ -152,50 +146,38 @@ def test_a_group_that_succeeds_teaches_as_in_trl(trained, tmp_path, mine, theirs
 
     template = "{prompt}" + args.solution_template.replace("successful_previous_attempt", "privileged_context")
     template += args.reprompt_template.removeprefix("{prompt}{solution}{feedback}")
-    of_ours = Gradients()
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **OPTIONS}
     ours = trained(
-        Ours, model=student, teacher_model=None, rollout=Replaying(), callbacks=[of_ours], **given, **options,
-        **{"teacher_model_kind": "live", **({"teacher_update_rate": 0.25} if "ema" in mine.values() else {}), **mine},
-        teacher_context="group_success", teacher_prompt_template=template,
+        Ours, model=student, teacher_model=None, rollout=Replaying(), callbacks=[of_ours := Gradients()], **given,
+        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "teacher_model_kind": "live", **mine},
+        **OPTIONS, teacher_context="group_success", teacher_prompt_template=template,
     )  # fmt: skip
     assert gates == solved
-    logs = [entry for entry in ours.state.log_history if "loss" in entry]
-    assert [entry["gate/mean"] for entry in logs] == [sum(step) / ROWS for step in solved]
-    for step, entry in enumerate(logs):
-        expected = sum(trls.losses[ROWS * step : ROWS * (step + 1)])
-        share = entry["gate/mean"] if by_rows else 1
-        assert share * entry["loss"] == pytest.approx(expected, abs=2e-7)
-        gap = (share * of_ours.found[step] - of_trl.found[step]).norm() / of_trl.found[step].norm()
-        assert gap < 1e-5
-        if share < 1:  # from here on the weights differ
-            break
+    shares = tiny.logged(ours, "gate/mean")
+    assert shares == [sum(step) / ROWS for step in solved]
+    same = 1 if shares[0] < 1 else 2  # after a step with a share the weights differ
+    expected = [sum(trls.losses[ROWS * step : ROWS * (step + 1)]) for step in range(same)]
+    found = [share * one for share, one in zip(shares, tiny.logged(ours, "loss"), strict=True)]
+    assert found[:same] == pytest.approx(expected, abs=2e-7)
+    assert max(gaps(of_ours, of_trl, shares)[:same]) < 1e-5
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0])
 def test_sdft_is_the_loss_by_rows(trained, tmp_path, alpha):
     """With TRL's default template; and by tokens it is another loss."""
     tiny.save_pair(tmp_path)
-    student = str(tmp_path / "student")
     rows = prompts(FOUR).add_column("privileged_context", ["it is 4", "two", "for no reason, or many", "look up"])
-    given = {"train_dataset": rows, "processing_class": tiny.tokenizer()}
+    given = {"model": str(tmp_path / "student"), "train_dataset": rows, "processing_class": tiny.tokenizer()}
     args = SDFTConfig(
         **tiny.options(tmp_path, **OPTIONS, per_device_train_batch_size=2, gradient_accumulation_steps=4),
         distillation_alpha=alpha, distillation_mode="full_logits",
     )  # fmt: skip
-    of_trl = Gradients()
-    trls = type("", (TRLs, SDFTTrainer), {})(model=student, args=args, callbacks=[of_trl], **given)
+    trls = type("", (TRLs, SDFTTrainer), {})(args=args, callbacks=[of_trl := Gradients()], **given)
     trls.train()
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **OPTIONS, "beta": alpha}
-    options |= {"model": student, "teacher_model": None, "teacher_model_kind": "base", **given}
+    options |= {"teacher_model": None, "teacher_model_kind": "base", "rollout": Replaying(), **given}
+    ours = trained(**options, **BY_ROWS, callbacks=[of_ours := Gradients()])
     expected = [sum(trls.losses[4 * step : 4 * (step + 1)]) for step in range(2)]
-    found = {}
-    for aggregation in ("rows", "tokens"):
-        of_ours = Gradients()
-        how = {"rollout": Replaying(), "callbacks": [of_ours], "loss_aggregation": aggregation}
-        ours = trained(**options, **how)
-        found[aggregation] = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
-        gaps = [(mine - other).norm() / other.norm() for mine, other in zip(of_ours.found, of_trl.found, strict=True)]
-        assert (max(gaps) < 1e-5) == (aggregation == "rows")
-    assert found["rows"] == pytest.approx(expected, abs=1e-6)
-    assert found["tokens"] != pytest.approx(expected, rel=0.1)
+    assert tiny.logged(ours, "loss") == pytest.approx(expected, abs=1e-6)
+    assert max(gaps(of_ours, of_trl, [1, 1])) < 1e-5
+    by_tokens = trained(**{**options, "rollout": Replaying()})
+    assert tiny.logged(by_tokens, "loss") != pytest.approx(expected, rel=0.1)

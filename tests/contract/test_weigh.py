@@ -21,13 +21,6 @@ class Weighing(OPSDTrainer):
         return rollout.weights * PER_POSITION.repeat(width)[:width]
 
 
-class Returning(OPSDTrainer):
-    """Returns the weights that a test sets."""
-
-    def weigh(self, rollout, rows, targets):
-        return self.returned(rollout)
-
-
 def oracle(trainer, batch):
     """The weighted mean of a dense KL in float64, its gradient by autograd, and both entropies."""
     student, teacher = (model.double() for model in (trainer.model, trainer.teacher.model))
@@ -76,16 +69,6 @@ def test_weights_apply_to_loss_gradient_denominator_and_logs(make_trainer):
     assert logged["divergence/mean"] == pytest.approx(loss, rel=1e-5)
     assert logged["entropy/student"] == pytest.approx(student, rel=1e-5)
     assert logged["entropy/teacher"] == pytest.approx(teacher, rel=1e-5)
-
-
-def test_weights_of_one_equal_no_weights(make_trainer):
-    losses = []
-    for kind in (OPSDTrainer, Returning):
-        trainer = make_trainer(kind, max_steps=2)
-        trainer.returned = lambda rollout: rollout.completion_mask.bool()
-        trainer.train()
-        losses.append(tiny.logged(trainer, "loss"))
-    assert losses[0] == losses[1]
 
 
 def test_weights_apply_in_evaluation(make_trainer):

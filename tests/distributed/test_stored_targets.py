@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 from support import forks, tiny
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.targets import write_targets
+from trl_opsd.teacher.stored import Store
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60), pytest.mark.long]
 # Of very different lengths, so that processes exchange rows.
@@ -36,7 +40,9 @@ def of_processes(folder, strategy):
     """The losses and weights of a run with the teacher, and of one with what was written of it."""
     offload = {"teacher_offload": "zero3"} if "zero3" in strategy else {}
     lived = trained(folder, "lived", **offload)
-    store = write_targets(trainer(folder, "written", **offload), folder / "targets")
+    end = Store.end
+    with mock.patch.object(Store, "end", lambda store: time.sleep(2) or end(store)):  # no process trains before
+        store = write_targets(trainer(folder, "written", **offload), folder / "targets")
     stored = trained(folder, "stored", teacher_targets=str(folder / "targets"))
     return {"lived": lived, "stored": stored, "rows": len(store.rows)}
 

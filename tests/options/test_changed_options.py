@@ -16,20 +16,13 @@ from trl_opsd.options.table import check_same_options, shared_options
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperature": -1.0}, "`temperature=-1.0`: expected greater than 0"),
-        ({"learning_rate": float("nan")}, "`learning_rate=nan`"),
-        ({"teacher_offload": "disk"}, "`teacher_offload='disk'`: expected "),
-        ({"divergence": ForwardKL}, "instance of"),
-        ({"torch_compile": True}, "`torch_compile=True`"),
-    ],
+    ("name", "value"),
+    [("temperature", -1.0), ("learning_rate", float("nan")), ("divergence", ForwardKL), ("torch_compile", True)],
 )
-def test_trainer_refuses_option_changed_to_a_bad_value(make_trainer, tmp_path, change, message):
+def test_trainer_refuses_option_changed_to_a_bad_value(make_trainer, tmp_path, name, value):
     args = tiny.config(tmp_path)
-    for name, value in change.items():
-        setattr(args, name, value)
-    with pytest.raises(ValueError, match=message):
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=name):
         make_trainer(args=args)
 
 
@@ -69,16 +62,11 @@ def test_post_init_of_a_subclass_runs_once(make_trainer, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"learning_rate": 1e-2},
-        {"max_steps": 2},
-        {"max_steps": -1, "num_train_epochs": 2},
-        {"lr_scheduler_type": "linear"},
-        {"gradient_accumulation_steps": 2},
-        {"max_grad_norm": 1e-3},
-        {"weight_decay": 0.5},
-        {"loss_chunk_tokens": 3},
+        {"learning_rate": 1e-2, "max_grad_norm": 1e-3, "weight_decay": 0.5},
+        {"max_steps": -1, "num_train_epochs": 2, "lr_scheduler_type": "linear"},
+        {"max_steps": 2, "gradient_accumulation_steps": 2, "loss_chunk_tokens": 3},
     ],
-    ids=lambda change: ", ".join(change),
+    ids=", ".join,
 )
 def test_options_that_are_read_later_may_be_changed_before_training(make_trainer, trained, change):
     late = make_trainer()

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
 from support import tiny
@@ -15,11 +15,6 @@ from support import tiny
 from trl_opsd import HFRollout, OPSDTrainer
 
 pytestmark = pytest.mark.quick
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
-)
 
 
 def parts(trainer: OPSDTrainer) -> dict[str, str]:
@@ -40,72 +35,31 @@ def megabytes(parameters) -> str:
     return f"{sum(one.numel() * one.element_size() for one in parameters) / 1e6:.2f} MB"
 
 
-def with_template():
-    words = tiny.tokenizer()
-    words.chat_template = TEMPLATE
-    return words
-
-
-def chat(number: int = 8) -> Dataset:
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": "2+2="}], "answer": 4}] * number)
-
-
-def test_models_are_described_by_the_weights_they_really_have(make_trainer, tmp_path):
+def test_models_steps_and_options_are_those_of_the_run(make_trainer, tmp_path):
     tiny.qwen2(48, seed=1).bfloat16().save_pretrained(tmp_path / "teacher")
-    trainer = make_trainer(teacher_model=str(tmp_path / "teacher"))
-    found = parts(trainer)
-    assert found["student"] == f"Qwen2ForCausalLM, {megabytes(trainer.model.parameters())} in float32"
+    options = {"divergence": "jsd", "temperature": 0.7, "gradient_accumulation_steps": 2, "learning_rate": 3e-4}
+    options |= {"token_selection": "prefix", "token_fraction": 0.5}
+    found = parts(trainer := make_trainer(teacher_model=str(tmp_path / "teacher"), **options))
     size = megabytes(trainer.teacher.model.parameters())
-    assert found["teacher"] == f"Qwen2ForCausalLM {str(tmp_path / 'teacher')!r}, {size} in bfloat16, on cpu"
-    assert found["processes"] == "1, on cpu"
+    expected = {
+        "student": f"Qwen2ForCausalLM, {megabytes(trainer.model.parameters())} in float32",
+        "teacher": f"Qwen2ForCausalLM {str(tmp_path / 'teacher')!r}, {size} in bfloat16, on cpu",
+        "steps": "3 of 4 prompts each: 2 per device x 1 processes x 2 accumulation steps",
+        "objective": f"{trainer.divergence!r}, temperature 0.7",
+        "methods": "TokenSelection(criterion='prefix', fraction=0.5)",
+        "optimizer": "adamw_torch_fused, learning rate 0.0003",
+    }
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_generation_config_of_the_student_is_named(make_trainer):
     student = tiny.qwen2()
     student.generation_config.update(suppress_tokens=[5], num_beams=2, min_p=0.25, top_k=7, max_length=40)
     found = parts(make_trainer(model=student, rollout=HFRollout()))["completions"]
-    assert found == (
-        "by transformers, at most 24 tokens, temperature 1.0, top_p 1.0, top_k 0, min_p 0.25, repetition_penalty 1.0, "
-        "num_beams 2, suppress_tokens [5]"
-    )
+    assert {"at most 24 tokens", "top_k 0", "min_p 0.25", "num_beams 2", "suppress_tokens [5]"} <= {*found.split(", ")}
     found = parts(make_trainer(model=student, generation_kwargs={"suppress_tokens": [6]}, rollout=None))
-    assert "min_p 0.25, repetition_penalty 1.0, suppress_tokens [6]" in found["completions"]
+    assert "suppress_tokens [6]" in found["completions"]
     assert "suppress" not in parts(make_trainer(model=student))["completions"], "another rollout does not read it"
-
-
-def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
-    rows = chat().add_column("privileged_context", ["a hint"] * 8)
-    trainer = make_trainer(
-        train_dataset=rows,
-        processing_class=with_template(),
-        chat_template_kwargs={"mood": "calm"},
-        teacher_chat_template_kwargs={"mood": "strict"},
-        rollout=HFRollout(),
-    )
-    found = parts(trainer)
-    assert found["prompt"].endswith("(chat template): '<user>2+2=<assistant>calm'")
-    assert found["teacher's prompt"].endswith("(chat template): '<user>2+2=\\n\\na hint<assistant>strict'")
-    assert found["unused columns"] == "'answer'"
-
-
-def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
-    trainer = make_trainer(
-        divergence="jsd",
-        temperature=0.7,
-        top_p=0.9,
-        gradient_accumulation_steps=2,
-        learning_rate=3e-4,
-        rollout=HFRollout(),
-        token_selection="prefix",
-        token_fraction=0.5,
-    )
-    found = parts(trainer)
-    assert found["steps"] == "3 of 4 prompts each: 2 per device x 1 processes x 2 accumulation steps"
-    assert found["objective"] == f"{trainer.divergence!r}, temperature 0.7"
-    assert found["methods"] == "TokenSelection(criterion='prefix', fraction=0.5)"
-    assert found["completions"].startswith("by transformers, at most 24 tokens, temperature 0.7, top_p 0.9, ")
-    assert found["optimizer"] == "adamw_torch_fused, learning rate 0.0003"
-    assert found["rows"] == "8 in train_dataset"
 
 
 def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
@@ -118,43 +72,41 @@ def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
 
 
-class TestBanner:
-    def test_banner_is_printed_once_when_training_begins(self, make_trainer, capsys):
-        trainer = make_trainer()
-        assert "OPSDTrainer\n" not in capsys.readouterr().out
+# ---- The banner ------------------------------------------------------------------------------------------------------
+
+
+def test_banner_is_printed_once_when_training_begins(make_trainer, capsys):
+    trainer = make_trainer(save_strategy="steps", save_steps=1, max_steps=2)
+    assert "OPSDTrainer\n" not in capsys.readouterr().out
+    trainer.train()
+    assert capsys.readouterr().out.count("OPSDTrainer\n  student ") == 1
+    trainer.evaluate(tiny.rows(2))
+    assert "OPSDTrainer\n" not in capsys.readouterr().out
+    make_trainer(max_steps=3).train(resume_from_checkpoint=True)
+    assert "accumulation steps; 2 done" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_stream_is_read_only_when_a_training_begins(make_trainer, capsys):
+    reads = []
+
+    def rows():
+        for row in tiny.rows():
+            reads.append(row)
+            yield row
+
+    trainer = make_trainer(train_dataset=IterableDataset.from_generator(rows))
+    reads.clear()  # construction looks at a stream's columns
+    assert parts(trainer)["rows"] == "train_dataset, a stream"
+    assert not reads
+    trainer.train()
+    assert "(text, no chat template): '2+2='" in capsys.readouterr().out
+
+
+@pytest.mark.refusal
+def test_a_stream_without_rows_is_refused_when_a_training_begins(make_trainer):
+    trainer = make_trainer(train_dataset=IterableDataset.from_generator(lambda: iter([])))
+    with pytest.raises(ValueError, match="`train_dataset` is an empty stream"):
         trainer.train()
-        assert capsys.readouterr().out.count("OPSDTrainer\n  student ") == 1
-        trainer.evaluate(tiny.rows(2))
-        assert "OPSDTrainer\n" not in capsys.readouterr().out
-
-    def test_resumed_run_shows_the_steps_done(self, make_trainer, capsys):
-        make_trainer(save_strategy="steps", save_steps=1, max_steps=2).train()
-        capsys.readouterr()
-        make_trainer(max_steps=3).train(resume_from_checkpoint=True)
-        assert "accumulation steps; 2 done" in " ".join(capsys.readouterr().out.split())
-
-    def test_a_stream_is_read_only_when_a_training_begins(self, make_trainer, capsys):
-        reads = []
-
-        def rows():
-            for row in tiny.rows():
-                reads.append(row)
-                yield row
-
-        trainer = make_trainer(train_dataset=IterableDataset.from_generator(rows))
-        reads.clear()  # construction looks at a stream's columns
-        assert parts(trainer)["prompts"] == "shown when training starts"
-        assert parts(trainer)["rows"] == "train_dataset, a stream"
-        assert not reads
-        trainer.train()
-        assert "(text, no chat template): '2+2='" in capsys.readouterr().out
-
-    @pytest.mark.refusal
-    def test_a_stream_without_rows_is_refused_when_a_training_begins(self, make_trainer):
-        trainer = make_trainer(train_dataset=IterableDataset.from_generator(lambda: iter([])))
-        assert parts(trainer)["rows"] == "train_dataset, a stream"
-        with pytest.raises(ValueError, match="`train_dataset` is an empty stream, or all its rows were dropped"):
-            trainer.train()
 
 
 # ---- The model card -------------------------------------------------------------------------------------------------
@@ -169,20 +121,13 @@ def card_of(trainer, **given) -> ModelCard:
 
 def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    card = card_of(make_trainer(model=tiny.llama()))
-    assert "a fine-tuned version of LlamaForCausalLM, " in card.text
-    assert "- Teacher: Qwen2ForCausalLM, " in card.text
-    tiny.qwen2(32).save_pretrained(tmp_path / "small")
-    tiny.qwen2(48, seed=1).save_pretrained(tmp_path / "large")
-    adapter = LoraConfig(r=4, target_modules="all-linear")
-    trainer = make_trainer(
-        model=str(tmp_path / "small"), teacher_model=str(tmp_path / "large"), peft_config=adapter, output_dir="here"
-    )
-    card = card_of(trainer)
+    assert "a fine-tuned version of LlamaForCausalLM, " in card_of(make_trainer(model=tiny.llama())).text
+    tiny.save_pair(tmp_path)
+    paths = {"model": str(tmp_path / "student"), "teacher_model": str(tmp_path / "teacher"), "output_dir": "here"}
+    card = card_of(make_trainer(**paths, peft_config=LoraConfig(r=4, target_modules="all-linear")))
     assert "# Model Card for here" in card.text
-    assert "a fine-tuned version of Qwen2ForCausalLM 'small' with an adapter, " in card.text
-    assert "- Teacher: Qwen2ForCausalLM 'large', " in card.text
-    assert 'model="here"' in card.text
+    assert "a fine-tuned version of Qwen2ForCausalLM 'student' with an adapter, " in card.text
+    assert "- Teacher: Qwen2ForCausalLM 'teacher', " in card.text
     assert str(tmp_path) not in str(card), "whose folders these are is nobody's business"
     assert card.data.base_model is None
 
@@ -224,7 +169,6 @@ def test_pushed_model_has_the_whole_card(make_trainer, tmp_path, monkeypatch):
     trainer.save_model()
     card = ModelCard.load(hub.folder / "me/mine/README.md")
     assert "None" not in card.text
-    assert "# Model Card for mine" in card.text
     assert 'model="me/mine"' in card.text
     assert {"trl", "opsd"} <= set(card.data.tags)
     assert (tmp_path / "run/checkpoint-1").exists()

@@ -6,7 +6,6 @@ import re
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from typer.testing import CliRunner
@@ -93,17 +92,6 @@ def test_picture_draws_every_curve_and_loads_nothing():
         assert chart.frame.columns[0] in svg
 
 
-class Elements(HTMLParser):
-    """Collects what the elements of a page ask for."""
-
-    def __init__(self):
-        super().__init__()
-        self.asks_for: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        self.asks_for += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
-
-
 @pytest.mark.quick
 def test_text_of_models_is_escaped(made):
     text = made([*RECORDED, Recorded(0, "other", (Sample("x", None, (), False, (HOSTILE,)),))], LOG, a=HOSTILE)
@@ -111,12 +99,8 @@ def test_text_of_models_is_escaped(made):
     assert "onerror=alert(1)>" not in text
     assert "<img src=x" not in text
     assert text.count("{{ 7 * 7 }}") == 5, "setting, prompt, token, a tool's answer and an image"
-    elements = Elements()
-    elements.feed(text)
-    assert {one.partition(",")[0] for one in elements.asks_for} == {
-        "data:image/svg+xml;base64",
-        "data:image/jpeg;base64",
-    }
+    asks_for = re.findall(r'\b(?:src|href|srcset|action|data)="([^",]*)', text)
+    assert {*asks_for} == {"data:image/svg+xml;base64", "data:image/jpeg;base64"}
     assert not re.search(r"@import|url\(", text)
 
 
@@ -161,31 +145,22 @@ def test_recorded_samples_round_trip(tmp_path):
     assert len(recorded_in(tmp_path)) == 4
 
 
-def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
+def test_report_command_accepts_any_folder_with_a_log(trained, tmp_path):
     def asked(*arguments):
         return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
-    empty = asked(tmp_path)
-    assert (empty.exit_code, "train with `report=True`, or, for curves alone, save checkpoints" in empty.output) == (
-        2,
-        True,
-    )
-    missing = asked(tmp_path / "nowhere")
-    assert (missing.exit_code, "nowhere has no log" in missing.output) == (2, True)
-
-    run = tmp_path / "run"
-    trainer = make_trainer(output_dir=str(run), max_steps=2, logging_steps=1, save_strategy="steps", save_steps=1)
-    trainer.train()  # without `report`
+    run, elsewhere = tmp_path / "run", tmp_path / "one.html"
+    trained(output_dir=str(run), max_steps=2, save_strategy="steps", save_steps=1)  # without `report`
     done = asked(run)
     assert (done.exit_code, done.stdout.strip()) == (0, str(run / "report.html"))
     text = (run / "report.html").read_text()
     assert "<figure>" in text
     assert 'class="tokens"' not in text
-    elsewhere = tmp_path / "one.html"
     assert asked(run / "checkpoint-1", "-o", elsewhere).exit_code == 0
     assert elsewhere.read_text().split("<figure>")[1] != text.split("<figure>")[1], "the log of that checkpoint"
-    unwritable = asked(run / "checkpoint-1", "-o", tmp_path / "no" / "such" / "folder.html")
-    assert unwritable.exit_code == 2
+    no_log, unwritable = (tmp_path,), (run / "checkpoint-1", "-o", tmp_path / "no" / "such" / "folder.html")
+    for wrong in (no_log, (tmp_path / "nowhere",), unwritable):
+        assert asked(*wrong).exit_code == 2
 
 
 # ---- In a browser ----------------------------------------------------------------------------------------------------
@@ -209,7 +184,7 @@ def address(tmp_path):
     return write(tmp_path, log=LOG).as_uri()
 
 
-def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address, tmp_path):
+def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address):
     asked, wrong = [], []
     view = browser.new_page(viewport={"width": 1280, "height": 900})
     view.on("request", lambda request: asked.append(request.url))
@@ -217,7 +192,6 @@ def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address, tmp_
     view.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     view.goto(address)
     assert [one for one in asked if not one.startswith("data:")] == [address]
-    assert view.title() == f"{tmp_path.name}: on-policy distillation"
     drawn = view.locator("figure img").evaluate_all("all => all.map(one => one.naturalWidth)")
     assert len(drawn) == len([*charts(LOG)])
     assert min(drawn) > 100
@@ -226,15 +200,11 @@ def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address, tmp_
     assert panel.is_hidden()
     tokens = view.locator(".tokens").nth(0).locator("span")
     colours = tokens.evaluate_all("all => all.map(one => getComputedStyle(one).backgroundColor)")
-    assert len(set(colours)) == 3
-    assert colours[0] == colours[4] != colours[1] != colours[2] == colours[3], (
-        "none, half, full; outside of the loss none"
-    )
+    assert len(set(colours)) == 3, "none, half, full; outside of the loss none"
+    assert colours[0] == colours[4] != colours[1] != colours[2] == colours[3]
     tokens.nth(1).hover()
-    assert "␣is" in panel.inner_text()
-    assert "0.500 nats" in panel.inner_text()
-    assert "student 25.0 %, teacher 50.0 %" in panel.inner_text()
-    assert re.search(r"é\s+75.0 %", panel.inner_text())
+    for said in ("␣is", "0.500 nats", "student 25.0 %, teacher 50.0 %", "é"):
+        assert said in panel.inner_text()
 
     view.locator("h1").hover()
     for _ in range(40):  # to the first completion
@@ -251,20 +221,15 @@ def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address, tmp_
     view.keyboard.press("Escape")
     assert panel.is_hidden()
 
-    for width in (390, 320):
-        view.set_viewport_size({"width": width, "height": 800})
-        assert view.evaluate("document.documentElement.scrollWidth") <= width
+    view.set_viewport_size({"width": 320, "height": 800})
+    assert view.evaluate("document.documentElement.scrollWidth") <= 320
     tokens.nth(0).click()
     assert panel.is_visible()
     for scheme in ("light", "dark"):
         view.emulate_media(color_scheme=scheme)
-        text, ground = (
-            view.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor")
-        )
-        assert contrast(text, ground) > 7
-        full = view.locator(".tokens [style*='--d:1']").first
-        colour = full.evaluate(SHOWN)
-        assert contrast(text, colour) > 4.5, (scheme, colour)
+        text = view.evaluate("getComputedStyle(document.body).color")
+        full = view.locator(".tokens [style*='--d:1']").first.evaluate(SHOWN)
+        assert contrast(text, full) > 4.5, (scheme, full)
     view.emulate_media(media="print")
     assert panel.is_hidden()
     assert len(view.pdf()) > 10_000
@@ -284,12 +249,6 @@ def test_a_conversation_is_read_turn_by_turn(browser, tmp_path):
         view.keyboard.press(key)
         said.append(view.evaluate("document.activeElement.textContent"))
     assert said == ["a", "b", "b", "c", "c"], "arrows stay in a turn, Tab goes to the next"
-    for scheme in ("light", "dark"):
-        view.emulate_media(color_scheme=scheme)
-        block = view.locator(".tool").evaluate(SHOWN)
-        assert block != view.evaluate("getComputedStyle(document.body).backgroundColor").replace(" ", "")
-        colour = answer.evaluate("one => getComputedStyle(one).color")
-        assert contrast(colour, block) > 4.5, scheme
 
 
 SHOWN = """one => {

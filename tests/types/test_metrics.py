@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,11 @@ METRICS = OPSDTrainer.known_metrics
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 
 
-class Named:
+def rewarded(name):
     """A reward function with a name of the table."""
-
-    def __init__(self, name):
-        self.__name__ = name
-
-    def __call__(self, completions, **_):
-        return [float(len(one)) for one in completions]
+    function = lambda completions, **_: [float(len(one)) for one in completions]  # noqa: E731
+    function.__name__ = name
+    return function
 
 
 class SpoiledOnce(OPSDTrainer):
@@ -52,15 +50,16 @@ class Pulled(OPSDTrainer):
         return replace(batch, rollout=replace(batch.rollout, nll_weight=nll_weight))
 
 
-def privileged_rows() -> Dataset:
-    return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
+def with_column(name: str, values: list[str]) -> dict[str, Dataset]:
+    """Rows to train and to evaluate on."""
+    rows = tiny.rows().add_column(name, values)
+    return {"train_dataset": rows, "eval_dataset": rows}
 
 
-def routed_rows() -> Dataset:
-    return tiny.rows().add_column("teacher", ["math", "prose"] * 4)
-
-
+TEACHERS = {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)}
+ROUTED = with_column("teacher", ["math", "prose"] * 4)
 OF_SERVER = {"divergence": "total_variation", "student_quantization": "fp8"}
+BY_BYTES = {"cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer()}
 
 
 def some_tokens():
@@ -70,72 +69,54 @@ def some_tokens():
 
 def configurations(tmp_path):
     """Arguments of the trainer, by name."""
+    words = tiny.recorded(tiny.tokenizer())
+
+    def engine() -> dict[str, Any]:
+        return {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16}
+
+    adder = type("math", (worlds.Adder,), {})
     return {
-        "plain": {},
-        "a clip": {"kl_clip": 0.01},
-        "bytes": {"cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer()},
-        "bytes, written by the teacher": {
-            "cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer(), "seq_kd": True, "lmbda": 0.5,
-        },
+        "plain": {"certificate": True},
+        "bytes": BY_BYTES,
+        "bytes, written by the teacher": {**BY_BYTES, "seq_kd": True, "lmbda": 0.5},
         "a pull": {"cls": Pulled},
-        "a policy gradient": {
-            "rollout": Mirrored(tiny.config(tmp_path)),
-            "max_completion_length": 16,
-            "divergence": {"sampled_reverse_kl": {"clip_min": 0.1}},
-        },
+        "a policy gradient": {**engine(), "divergence": {"sampled_reverse_kl": {"clip_min": 0.1}}},
         "some tokens": {
             "divergence": "total_variation", "token_selection": "student_entropy", "token_fraction": 0.5,
         },
         "its own teacher, LoRA": {
-            "teacher_model": None,
-            "teacher_model_kind": "ema",
-            "train_dataset": privileged_rows(),
-            "eval_dataset": privileged_rows(),
+            **with_column("privileged_context", ["a hint"] * 8), "teacher_model": None, "teacher_model_kind": "ema",
             "peft_config": LoraConfig(r=4, target_modules="all-linear"),
         },
-        "several teachers": {
-            "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
-            "train_dataset": routed_rows(),
-            "eval_dataset": routed_rows(),
-        },
-        "several completions of a prompt": {"num_generations": 2},
+        "several teachers": {**ROUTED, "teacher_model": TEACHERS},
         "completions of the dataset": {
-            "train_dataset": tiny.rows().add_column("completion", ["so"] * 8),
-            "lmbda": 0.5,
-            "per_device_train_batch_size": 8,
+            **with_column("completion", ["so"] * 8), "lmbda": 0.5, "per_device_train_batch_size": 8,
         },
-        "rewards": {"reward_funcs": [Named("math"), Named("prose")], "reward_weight": 0.1, "num_generations": 2},
+        "rewards": {
+            "reward_funcs": [rewarded("math"), rewarded("prose")], "reward_weight": 0.1, "num_generations": 2,
+            "kl_clip": 0.01, "teacher_prefix_cache_gb": 0.1,
+        },
         "remedies": {
-            **{"reward_funcs": Named("math"), "teacher_context": "group_success", "success_threshold": -99.0},
-            **{"num_generations": 2, "anchor_weight": 0.1},
+            "reward_funcs": rewarded("math"), "teacher_context": "group_success", "success_threshold": -99.0,
+            "num_generations": 2, "anchor_weight": 0.1,
         },
-        "a certificate": {"certificate": True},
-        "prefixes": {"teacher_prefix_cache_gb": 0.1},
         # Which would have an acceptance and a certificate.
         "a server that tells some tokens": {**OF_SERVER, "teacher_model": some_tokens()},
         "a server beside another teacher": {
-            **OF_SERVER, "teacher_model": {"math": some_tokens(), "prose": tiny.llama(64, seed=2)},
-            "train_dataset": routed_rows(), "eval_dataset": routed_rows(), "loss_aggregation": "teachers",
+            **OF_SERVER, **ROUTED, "teacher_model": {**TEACHERS, "math": some_tokens()}, "loss_aggregation": "teachers",
         },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
-        "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
-        "rows that are written ahead": {
-            "rollout": Apart(tiny.recorded(tiny.tokenizer())),
-            "overlap": "ahead",
-            "train_dataset": tiny.rows(),  # of one epoch, in which the next step is known
+        "rows that are learned as they end": {"rollout": Apart(words), "overlap": "step"},
+        "rows that are written ahead": {  # of one epoch, in which the next step is known
+            "rollout": Apart(words), "overlap": "ahead", "train_dataset": tiny.rows(),
         },
         "agents": {
-            **worlds.given(worlds.once(worlds.call(number=1)), type("math", (worlds.Adder,), {})),
-            "max_steps": OPTIONS["max_steps"],
+            **worlds.given(worlds.once(worlds.call(number=1)), adder), "max_steps": OPTIONS["max_steps"],
             "eval_dataset": worlds.rows(),
         },
-        "an engine": {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16},
+        "an engine": engine(),
         # Weights move after each step; the first evaluation finds an engine that was never sent any.
-        "an engine that is evaluated": {
-            "rollout": Mirrored(tiny.config(tmp_path)),
-            "max_completion_length": 16,
-            "eval_on_start": True,
-        },
+        "an engine that is evaluated": {**engine(), "eval_on_start": True},
     }  # fmt: skip
 
 
@@ -229,25 +210,14 @@ class OneTeacherApart(OPSDTrainer):
 
 
 def test_metrics_of_a_teacher_cover_its_rows_only(make_trainer):
-    sets = {"short": routed_rows().select(range(4)), "long": routed_rows()}
-    given = {
-        "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
-        "train_dataset": routed_rows(),
-        "eval_dataset": sets,
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-    }
-    both, alone = make_trainer(**given), make_trainer(OneTeacherApart, **given)
-    for name in sets:
-        found, its = (trainer.evaluate(sets[name], metric_key_prefix=f"eval_{name}") for trainer in (both, alone))
-        figures = {key.removeprefix(f"eval_{name}_"): value for key, value in found.items()}
-        assert figures["divergence/teacher/prose"] == pytest.approx(its[f"eval_{name}_divergence/mean"], rel=1e-5)
-        assert figures["entropy/teacher/prose"] == pytest.approx(its[f"eval_{name}_entropy/teacher"], rel=1e-5)
-        assert figures["divergence/teacher/math"] != pytest.approx(figures["divergence/teacher/prose"], rel=0.01)
-        assert f"eval_{name}_divergence/teacher/math" not in its, "it had no token"
-    both.train()
-    logged = [row for row in both.state.log_history if "divergence/teacher/math" in row]
-    assert len(logged) == 2
+    found, its = (
+        make_trainer(cls, **ROUTED, teacher_model=TEACHERS).evaluate() for cls in (OPSDTrainer, OneTeacherApart)
+    )
+    of_prose = "divergence/teacher/prose", "entropy/teacher/prose"
+    alone = [its["eval_divergence/mean"], its["eval_entropy/teacher"]]
+    assert [found[f"eval_{name}"] for name in of_prose] == pytest.approx(alone, rel=1e-5)
+    assert found["eval_divergence/teacher/math"] != pytest.approx(found["eval_divergence/teacher/prose"], rel=0.01)
+    assert "eval_divergence/teacher/math" not in its, "it had no token"
 
 
 def test_divergences_by_position_average_to_the_mean(make_trainer):
@@ -273,32 +243,17 @@ def test_each_evaluation_dataset_has_its_own_metric_names(trained):
     sets = {"short": tiny.rows(4), "long": tiny.rows(6)}
     trainer = trained(cls=Counting, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
     logs = [row for row in trainer.state.log_history if any(name.startswith("eval_") for name in row)]
-    for row, (name, other) in zip(logs, [("short", "long"), ("long", "short")], strict=True):
-        assert {"epoch", "step"} == {key for key in row if not key.startswith(f"eval_{name}_")}
-        own = {
-            "loss",
-            "runtime",
-            "divergence/mean",
-            "entropy/teacher",
-            "time/complete",
-            "entropy",
-            "num_tokens",
-            "prompts",
-        }
-        assert {f"eval_{name}_{one}" for one in own} <= row.keys()
-        assert row[f"eval_{name}_divergence/mean"] == row[f"eval_{name}_loss"]
-        alone = trainer.evaluate(sets[name])
-        assert row[f"eval_{name}_entropy"] != trainer.evaluate(sets[other])["eval_entropy"]
-        assert alone.keys() == {key.replace(f"_{name}_", "_") for key in row.keys() - {"step"}}
-
-
-def test_the_metrics_of_an_evaluation_begin_with_its_prefix(make_trainer):
-    trainer = make_trainer(cls=Counting, eval_dataset=tiny.rows(4))
-    found = trainer.evaluate(metric_key_prefix="held_out")
-    assert [name for name in found if not name.startswith("held_out_")] == ["epoch"]
-    assert found["held_out_prompts"] == 4.0
-    assert {f"held_out_{name}" for name in ("entropy", "loss", "divergence/mean", "time/teach")} <= found.keys()
-    assert trainer.evaluate(metric_key_prefix="held_out")["held_out_entropy"] == found["held_out_entropy"]
+    for row, name in zip(logs, sets, strict=True):
+        alone = trainer.evaluate(sets[name], metric_key_prefix=f"eval_{name}")
+        assert row.keys() == alone.keys() | {"step"}
+        assert {key for key in row if not key.startswith(f"eval_{name}_")} == {"epoch", "step"}
+        own = ("loss", "divergence/mean", "entropy", "num_tokens", "prompts")
+        assert [row[f"eval_{name}_{one}"] for one in own[1:3]] == [
+            alone[f"eval_{name}_{one}"] for one in ("loss", own[2])
+        ]
+        assert {f"eval_{name}_{one}" for one in (*own, "time/complete")} <= row.keys()
+    assert logs[0]["eval_short_entropy"] != logs[1]["eval_long_entropy"]
+    assert logs[0]["eval_short_prompts"] == 4
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
