@@ -146,7 +146,7 @@ def mamba() -> torch.nn.Module:
 
 
 def llama4() -> torch.nn.Module:
-    sizes = {**tiny._sizes(32), "intermediate_size_mlp": 64, "num_local_experts": 2}
+    sizes = {**tiny.sizes(32), "intermediate_size_mlp": 64, "num_local_experts": 2}
     return tiny.model(Llama4TextConfig(**sizes, head_dim=16, attention_chunk_size=32))
 
 

@@ -106,7 +106,7 @@ def test_positions_of_three_axes_are_computed_on_the_host(family):
 
 
 def scaled(kind: type, **scale: float) -> torch.nn.Module:
-    return tiny.model(kind(**tiny._sizes(32), **scale))
+    return tiny.model(kind(**tiny.sizes(32), **scale))
 
 
 @pytest.mark.parametrize(

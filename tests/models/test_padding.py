@@ -144,7 +144,7 @@ def bart(**overrides: object) -> torch.nn.Module:
 def longrope(**overrides: object) -> torch.nn.Module:
     """Rotary frequencies of all rows change with the longest one, beyond 16 positions."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [8.0] * 8, "rope_theta": 10000.0}
-    sizes = {**tiny._sizes(32), "original_max_position_embeddings": 16, **overrides}
+    sizes = {**tiny.sizes(32), "original_max_position_embeddings": 16, **overrides}
     return tiny.model(Phi3Config(**sizes, rope_parameters={**rope, "original_max_position_embeddings": 16}))
 
 

@@ -43,7 +43,7 @@ _AT_ONCE = 8
 
 
 def _sized(config: type, width: int, seed: int, **overrides: Any) -> PreTrainedModel:
-    return tiny.model(config(**{**tiny._sizes(width), **overrides}), seed)
+    return tiny.model(config(**{**tiny.sizes(width), **overrides}), seed)
 
 
 SHAPES = {

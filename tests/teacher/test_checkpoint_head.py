@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 def of_config(config, **given):
     known = config().to_dict()
-    sizes = {name: value for name, value in {**tiny._sizes(64), **given}.items() if name in known}
+    sizes = {name: value for name, value in {**tiny.sizes(64), **given}.items() if name in known}
     return tiny.model(config(**sizes))
 
 

@@ -47,7 +47,7 @@ def qwen2() -> Any:
 
 
 def other_family(name: str, **sizes: Any) -> Any:
-    given = {**tiny._sizes(32), "head_dim": 16, **sizes}
+    given = {**tiny.sizes(32), "head_dim": 16, **sizes}
     return tiny.model(getattr(transformers, name)(**given), 1)
 
 

@@ -57,7 +57,7 @@ def test_served_bfloat16_is_as_close_to_float32_as_local(half, caplog):
 @pytest.mark.long
 def test_vllm_serves_unknown_families_through_transformers(tmp_path):
     def helium(width):
-        return tiny.model(AutoConfig.for_model("helium", **{**tiny._sizes(width), "head_dim": 32}), seed=1)
+        return tiny.model(AutoConfig.for_model("helium", **{**tiny.sizes(width), "head_dim": 32}), seed=1)
 
     path = serving.save_teacher(tmp_path / "helium", helium)
     model = AutoModelForCausalLM.from_pretrained(path)

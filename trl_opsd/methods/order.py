@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -95,6 +95,8 @@ class Methods:
     def __init__(self, host: Any, methods: Sequence[Method] = ()) -> None:
         self._host, self._methods = host, methods
         self._having: dict[str, list[Method]] = {}
+        self.any = cache(self._any)
+        """Whether one has a trait: an attribute of [`Method`] that is true or false, and stays so."""
         for one in methods:
             one.bind(host)
 
@@ -115,8 +117,7 @@ class Methods:
 
     # ---- What they say of themselves --------------------------------------------------------------------------------
 
-    def any(self, trait: str) -> bool:
-        """Whether one has a trait, an attribute of [`Method`] that is true or false."""
+    def _any(self, trait: str) -> bool:
         return any(getattr(one, trait) for one in self)
 
     @cached_property
