@@ -26,4 +26,5 @@ from trl.trainer.utils import (
     nanstd,
     pad,
     repeat_iterable_dataset,
+    start_event_loop_in_daemon,
 )

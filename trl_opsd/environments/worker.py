@@ -37,10 +37,6 @@ class Worker:
         self._loop.call_soon_threadsafe(self._jobs.put_nowait, (future, job))
         return future
 
-    def wait(self, value: Any) -> Any:
-        """Awaits in the thread, as the caller's may have a running loop, as in a notebook."""
-        return self.start(lambda wait: wait(value)).result()
-
 
 def _work(loop: asyncio.AbstractEventLoop, jobs: _Jobs) -> None:
     asyncio.set_event_loop(loop)  # where methods find it that await something themselves

@@ -14,7 +14,7 @@ from trl_opsd._compat.threads import start_thread
 from trl_opsd._compat.trl import parse_response
 from trl_opsd.environments import Called, Environments
 from trl_opsd.environments.environments import Calls, Episode, answers
-from trl_opsd.environments.worker import Wait, Worker
+from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.generation import Generation
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.parallel.prefetch import Closable
@@ -79,7 +79,7 @@ class Turns:
         self._suffix = suffix
         """Token ids of tools' answers, and of the beginning of the next turn."""
         self._tools = {tool.__name__: tool for tool in tools}
-        self._wait: Wait = Worker().wait if any(map(inspect.iscoroutinefunction, tools)) else lambda value: value
+        self._awaiting = Worker() if any(map(inspect.iscoroutinefunction, tools)) else None
         self.ended: dict[int, Trajectory] = {}
         """Rows of the batch that went their way alone, by their numbers."""
         self.counts: list[tuple[int, int, int]] = []
@@ -247,6 +247,12 @@ class Turns:
         if self.environments is None:
             return [answers(self._tools, some, self._wait) for some in calls]
         return self.environments.call([row.episode for row in rows if row.episode is not None], calls)
+
+    def _wait(self, value: Any) -> Any:
+        """Awaits in a thread, as the caller's may have a running loop, as in a notebook."""
+        if self._awaiting is None or not inspect.isawaitable(value):
+            return value
+        return self._awaiting.start(lambda wait: wait(value)).result()
 
 
 def _calls(row: Trajectory) -> Calls:

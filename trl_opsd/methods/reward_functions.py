@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,13 +27,14 @@ from transformers import (
 )
 
 from trl_opsd._compat.deepspeed import loading
+from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import (
     apply_chat_template,
     get_callable_name,
     get_config_model_id,
     is_async_callable,
+    start_event_loop_in_daemon,
 )
-from trl_opsd.environments.worker import Worker
 from trl_opsd.models.checks import whole_checkpoint
 
 OF_BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric")
@@ -133,8 +135,7 @@ class Functions:
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions = functions
-        self._worker: Worker | None = None
-        """Awaits those that are asynchronous; it stays between batches, as HTTP clients are bound to one loop."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, arguments: Mapping[str, Any], rows: Sequence[str]) -> Tensor:
         """The rewards of some rows, named for messages: [B, F], float32, NaN where a function returned `None`."""
@@ -156,9 +157,22 @@ class Functions:
             return await asyncio.gather(*(one(name, function) for name, function in coroutines.items()))
 
         if coroutines:
-            self._worker = self._worker or Worker()
-            found.update(zip(coroutines, self._worker.wait(together()), strict=True))
+            found.update(zip(coroutines, self._wait(together()), strict=True))
         return torch.tensor([found[name] for name in self.functions]).T
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            # In a thread of its own, as the caller's may have a running loop, as in a notebook. It stays between
+            # batches, as HTTP clients are bound to one loop.
+            _, self._loop, _ = start_event_loop_in_daemon("rewards")
+            self._loop.call_soon_threadsafe(device_setter())
+            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # after Ctrl-C nothing awaits it
+            raise
 
 
 @contextmanager
