@@ -14,13 +14,14 @@ from trl_opsd.cli.targets import write_targets
 from trl_opsd.teacher.stored import Store
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60), pytest.mark.long]
-# Of very different lengths, so that processes exchange rows.
-ROWS = tiny.rows().add_column("completion", [f"the {number}th of {'many ' * number**2}" for number in range(8)])
+# Of very different lengths, so that processes exchange rows; the last two are for one process.
+COMPLETIONS = [f"the {number}th of {'many ' * (number % 8) ** 2}" for number in range(14)]
+ROWS = tiny.rows(14).add_column("completion", COMPLETIONS)
 
 
 def trainer(folder, name, **given):
     options = {"lmbda": 0.0, "max_completion_length": 200, "learning_rate": 1e-2}
-    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
     return OPSDTrainer(
         model=str(folder / "student"),
         teacher_model=None if "teacher_targets" in given else str(folder / "teacher"),

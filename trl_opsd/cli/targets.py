@@ -221,13 +221,14 @@ def _in_order(
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """These rows of the dataset, `each` at a time, in as many batches for each process.
 
-    The number beside is that of the rows that are this process's; where it has none, it gets another's.
+    The number beside is that of the rows that are this process's; where it has fewer, it gets others' too.
     """
     dataset, accelerator = trainer.train_dataset, trainer.accelerator
     starts = range(0, len(numbers), each * accelerator.num_processes)
     for start in tqdm(starts, desc=doing, unit="batch", disable=not trainer.show_progress):
         mine = numbers[start + accelerator.process_index * each :][:each]
-        yield [dataset[number] for number in mine or numbers[:1]], len(mine)
+        # As many as the first process has, since numbers of rows are gathered.
+        yield [dataset[number] for number in [*mine, *numbers][: min(each, len(numbers) - start)]], len(mine)
 
 
 def _left_over(trainer: OPSDTrainer) -> Iterator[list[dict[str, Any]]]:
