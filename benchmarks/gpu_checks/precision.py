@@ -30,7 +30,7 @@ def precision(found: Findings) -> None:
 
 
 def _waits(found: Findings) -> None:
-    """On other devices `tests/device/test_host_waits.py` counts them, on a simulated one."""
+    """On other devices `tests/device/test_simulated.py` counts them, on a simulated one."""
     device = torch.device(found.device)
     if device.type != "cuda":
         found.skip("waits between forward and backward", "torch warns of them with CUDA only")

@@ -180,3 +180,4 @@ def test_solution_column_becomes_privileged_context(make_trainer, stream, templa
     theirs = same.evaluate(eval_dataset=ours)["eval_loss"]
     assert theirs > 0.01
     assert trainer.evaluate()["eval_some_loss"] == pytest.approx(theirs, rel=1e-5)
+    assert trainer.evaluate(eval_dataset=rows)["eval_loss"] == pytest.approx(theirs, rel=1e-5)

@@ -18,7 +18,7 @@ class Weighing(OPSDTrainer):
     def weigh(self, rollout, rows, targets):
         assert len(rows) == len(rollout.weights) == len(targets.hidden)
         width = rollout.weights.size(1)
-        return rollout.weights * PER_POSITION.repeat(width)[:width]
+        return (rollout.weights * PER_POSITION.repeat(width)[:width]).double()
 
 
 def oracle(trainer, batch):
@@ -56,6 +56,7 @@ def test_weights_apply_to_loss_gradient_denominator_and_logs(make_trainer):
     after = [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
     (batch,) = batches
+    assert batch.rollout.weights.dtype == torch.float32
     with torch.no_grad():
         for parameter, value in zip(trainer.model.parameters(), before, strict=True):
             parameter.copy_(value)

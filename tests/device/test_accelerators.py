@@ -122,4 +122,6 @@ def test_threads_are_on_the_device_of_who_starts_them(monkeypatch):
     Worker().start(lambda wait: None).result()
     assert Prefetcher(iter([1])).take(wait=True) == [1]
     Functions({"worth": worth}).of({"completions": ["a"], "prompts": ["b"]}, ["row 0"])
-    assert seen == {"trl_opsd environment": 3, "trl_opsd rows": 3}
+    names = {"trl_opsd environment", "trl_opsd rows", *(one for one in seen if "rewards" in one)}
+    assert seen == dict.fromkeys(names, 3)
+    assert len(names) == 3

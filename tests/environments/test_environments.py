@@ -196,6 +196,7 @@ def test_completions_of_a_prompt_and_evaluations_have_the_same_tasks(make_traine
     assert before == after
     assert drawn[::2] == drawn[1::2]
     assert len(set(drawn)) == 4
+    assert not {*before} & {*drawn}, "evaluations have tasks of their own"
     other = make_trainer(**given(once(call(number=1)), Drawn, **more), seed=7)
     other.train()
     assert not {one.task for one in other.environments} & {*drawn}

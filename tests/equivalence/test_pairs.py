@@ -410,10 +410,16 @@ UNSEEN = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [one for one in VARIANTS if one != "growing"])
+@pytest.mark.parametrize("name", [one for one, given in VARIANTS.items() if given.keys() - UNSEEN or "lmbda" in given])
 def test_runs_differ_from_those_without_the_option(tmp_path, name):
     """Else a test of a pair would tell nothing of it."""
     found, options = trained(tmp_path, (name,)), options_of((name,))
+    if "lmbda" in options:
+        assert any(row["off_policy"] for rows in found["steps"] for row in rows)
+    if name == "growing":
+        first, second = (max(len(row["ids"]) for row in rows) for rows in found["steps"])
+        assert first == 3 < 5 < second, "and with as many steps as by default, at most 4"
+        return
     for key in VARIANTS[name].keys() - UNSEEN:
         try:
             losses, *_ = expected({one: value for one, value in options.items() if one != key}, found)

@@ -98,7 +98,7 @@ class TestProducts:
         assert counter.get_total_flops() == STUDENT + TEACHER
 
     def test_evaluation_takes_only_the_value_of_a_custom_divergence(self, make_pair):
-        modes = []
+        modes, found = [], []
 
         class Mine(Divergence):
             def value(self, log_student_RV, log_teacher_RV):
@@ -109,8 +109,9 @@ class TestProducts:
         student.hidden.requires_grad_()
         for mode in (True, False):
             with torch.set_grad_enabled(mode):
-                streamed_divergence(student, teacher, Mine())
+                found.append(streamed_divergence(student, teacher, Mine()).divergence.detach())
         assert modes == [True, False]
+        torch.testing.assert_close(*found)
 
     @pytest.mark.parametrize(
         ("upstream", "expected"),

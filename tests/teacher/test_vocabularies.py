@@ -35,6 +35,11 @@ def test_padding_of_either_head_changes_neither_losses_nor_weights(trained, larg
     assert trainer.limits.vocabulary == tiny.VOCABULARY
 
 
+def test_heads_that_are_padded_alike_are_compared_in_full(make_trainer):
+    models = {"model": padded(tiny.qwen2(32)), "teacher_model": padded(tiny.qwen2(48, 1))}
+    assert make_trainer(**models).limits.vocabulary > tiny.VOCABULARY
+
+
 def test_a_sampled_id_beyond_the_shared_vocabulary_is_refused(make_trainer):
     class Careless(HFRollout):
         def complete(self, prompt_ids, step):
