@@ -287,6 +287,7 @@ def setting(column: str, value: Any) -> Any:
         (of_hook("generated", setting("gate", float("nan"))), "row.gate=nan"),
         (of_hook("limit", lambda self, tokens: tokens + 1), "Mine.limit"),
         (of_hook("state", lambda self: {1, 2}, restore=lambda self, state: None), "not JSON serializable"),
+        (of_hook("select", lambda self, weights, *_: weights, reads=("mine",)), r"Mine.reads` has \['mine'\]"),
     ],
 )
 def test_a_value_that_fits_nowhere_is_refused_by_name(make_trainer, method, named):

@@ -69,7 +69,13 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
             )
         )
         why = "pass `methods=[Rewards([...])]` with functions"
-        refuse([(one.needs_rewards and lacks_rewards, f"`{name}` without rewards", why)])
+        unknown = {*one.reads} - {"contrast", "origin"}
+        refuse(
+            [
+                (one.needs_rewards and lacks_rewards, f"`{name}` without rewards", why),
+                (bool(unknown), f"`{name}.reads` has {sorted(unknown)}", "expected 'contrast', 'origin', both or none"),
+            ]
+        )
 
 
 def _check_settings(method: Method) -> None:
