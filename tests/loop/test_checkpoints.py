@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +197,16 @@ def test_only_complete_checkpoints_are_uploaded(make_trainer, tmp_path, monkeypa
     trainer.args.push_to_hub = True
     trainer.train()
     assert pushed == [(str(tmp_path / "checkpoint-1"), []), (str(tmp_path / "checkpoint-2"), [])]
+
+
+def test_training_in_a_thread_starts_anew_unless_a_checkpoint_is_asked_for(make_trainer, trained):
+    trained(**EACH_STEP, max_steps=1)
+    other, stopped = make_trainer(temperature=0.7, max_steps=2), make_trainer(enable_jit_checkpoint=True)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(other.train, resume_from_checkpoint=False).result()
+        with pytest.raises(ValueError, match="main thread"):
+            pool.submit(stopped.train).result()
+    assert (other.state.global_step, stopped.state.global_step) == (2, 0)
 
 
 # ---- SIGTERM ---------------------------------------------------------------------------------------------------------

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from support import tiny
 
 from trl_opsd.models.grouping import cheapest_groups, equal_groups, even_groups, fewest_groups
-from trl_opsd.teacher.frozen import pass_groups
+from trl_opsd.models.padding import PADDED
+from trl_opsd.teacher import frozen
 
 TO_SIX = [
     way for way in itertools.product(range(6), repeat=6) if all(way[i] <= max((-1, *way[:i])) + 1 for i in range(6))
@@ -104,7 +106,15 @@ def test_a_teacher_on_a_cpu_reads_few_tokens_of_padding(few):
     ratios = []
     for seed in range(20):
         lengths = [random.Random(seed * 100 + row).randint(10, 160) for row in range(16)]
-        groups = pass_groups(tiny.qwen2(), lengths, torch.device("cpu"), passes_are_costly=few)
+        groups = frozen.pass_groups(tiny.qwen2(), lengths, torch.device("cpu"), passes_are_costly=few)
         ratios.append(sum(tokens(lengths, group, False) for group in groups) / sum(lengths))
     assert max(ratios) <= 1.15
     assert min(ratios) > 1, "all rows alone would be slower"
+
+
+@pytest.mark.parametrize(("padded", "passes"), [(0, [[0], [1], [2]]), (64, [[0, 1, 2]])])
+def test_split_teacher_that_cannot_pad_reads_each_row_alone(monkeypatch, padded, passes):
+    """Processes run equally many passes, however long their rows are."""
+    monkeypatch.setattr(frozen, "is_split_model", lambda _: True)
+    policy = replace(PADDED, padded_up_to=padded)
+    assert sorted(map(sorted, frozen.pass_groups(tiny.qwen2(), [9, 8, 9], torch.device("cpu"), policy))) == passes

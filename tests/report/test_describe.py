@@ -72,6 +72,17 @@ def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
 
 
+def test_prompts_of_student_and_teacher_and_unread_columns_are_shown(make_trainer):
+    rows = (
+        tiny.rows().add_column("teacher_prompt", ["so: " + row for row in tiny.PROMPTS]).add_column("id", [*range(8)])
+    )
+    found = parts(make_trainer(train_dataset=rows, shuffle_dataset=False))
+    assert found["prompt"].endswith(f": {tiny.PROMPTS[0]!r}")
+    assert found["teacher's prompt"].endswith(f": 'so: {tiny.PROMPTS[0]}'")
+    assert found["unused columns"] == "'id'"
+    assert parts(make_trainer())["teacher's prompt"] == "the same"
+
+
 # ---- The banner ------------------------------------------------------------------------------------------------------
 
 

@@ -163,6 +163,12 @@ def test_targets_for_other_rows_are_refused():
         check_targets(targets, ragged(), "here", width=48)
 
 
+def test_states_are_compared_without_the_padded_form():
+    targets = frozen(tiny.qwen2(48, 1)).targets(rollout := ragged())
+    check_depends_on_input(rollout, targets, "teacher")
+    assert targets.rows is not None
+
+
 def test_states_that_differ_in_the_last_checked_token_pass():
     rollout = ragged()
     hidden = torch.zeros(6, 40, 48)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from environments import worlds
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from support import tiny
 from support.mirror_engine import BYTES, Mirrored
 from support.rollouts import Apart
@@ -56,7 +56,8 @@ def with_column(name: str, values: list[str]) -> dict[str, Dataset]:
     return {"train_dataset": rows, "eval_dataset": rows}
 
 
-TEACHERS = {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)}
+ADAPTER = LoraConfig(r=4, target_modules="all-linear")
+TEACHERS = {"math": get_peft_model(tiny.qwen2(48, seed=1), ADAPTER), "prose": tiny.llama(64, seed=2)}
 ROUTED = with_column("teacher", ["math", "prose"] * 4)
 OF_SERVER = {"divergence": "total_variation", "student_quantization": "fp8"}
 BY_BYTES = {"cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer()}
@@ -86,7 +87,7 @@ def configurations(tmp_path):
         },
         "its own teacher, LoRA": {
             **with_column("privileged_context", ["a hint"] * 8), "teacher_model": None, "teacher_model_kind": "ema",
-            "peft_config": LoraConfig(r=4, target_modules="all-linear"),
+            "peft_config": ADAPTER,
         },
         "several teachers": {**ROUTED, "teacher_model": TEACHERS},
         "completions of the dataset": {
@@ -197,6 +198,9 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert sampler == pytest.approx([0] * 4, abs=1e-9)
     left_out = [row["nonfinite/skipped_steps"] for row in logged["a step that is left out"] if "loss" in row]
     assert left_out == [1, 1]
+    for row in (row for row in logged["plain"] if "loss" in row):
+        phases = [row[name] for name in ("time/complete", "time/teach", "time/compare")]
+        assert 0.5 * row["step_time"] < sum(phases) <= row["step_time"]
     saves = [row["step"] for row in logged["plain"] if "time/save" in row]
     assert saves == [2], "the log after the checkpoint of step 1"
 
