@@ -208,6 +208,7 @@ def outcomes(folder: Path, names: list[str], on_device: bool) -> dict[str, np.nd
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "text": dict,
     "images": lambda: images("qwen2_5_vl"),
+    "generation": lambda: images("qwen2_5_vl", rollout=HFRollout()),
     "bytes": by_bytes,
     "contrast": contrast,
     "groups": lambda: {

@@ -147,6 +147,9 @@ class Pairing(OPSDTrainer):
 
 
 def build(folder, processes, kind="map", rows=None, evaluated=None, apart=False, rewarded=False, methods=(), **options):
+    models, teachers = [str(folder / name) for name in ("teacher", "student")], options.pop("teachers", None)
+    if teachers is not None:
+        rows = evaluated = make_rows().add_column("teacher", [teachers[number % 3 > 0] for number in range(PROMPTS)])
     given = {
         "per_device_train_batch_size": ROWS // processes // 2,
         "gradient_accumulation_steps": 2,
@@ -161,7 +164,7 @@ def build(folder, processes, kind="map", rows=None, evaluated=None, apart=False,
     fsdp_on_cpu.allow()
     trainer = Pairing(
         model=str(folder / "student"),
-        teacher_model=str(folder / "teacher"),
+        teacher_model=models[0] if teachers is None else dict(zip(teachers, models, strict=True)),
         args=tiny.config(folder / "out", **given),
         train_dataset=make_rows(kind) if rows is None else rows,
         eval_dataset=make_rows(kind) if evaluated is None else evaluated,
@@ -240,6 +243,7 @@ TRAININGS = {
     **PLAIN,
     **PULLED,
     **{name: {"methods": [ByLastVisit], **given} for name, given in SKIPPING.items()},
+    "two teachers": {"teachers": ("first", "second"), "num_generations": 2, "loss_aggregation": "teachers"},
     "shuffled": {"methods": [Shuffled], "shuffle_dataset": False},
     "gated": {
         "rewarded": True, "reward_weight": 0.5, "reward_gate": 15.0, "num_generations": 8,
