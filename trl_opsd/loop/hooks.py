@@ -270,7 +270,7 @@ class TrainerHooks(TrainerMembers):
             return torch.zeros((), device=self.args.device)
         start = perf_counter()
         with self._stats.phase("compare", "train"):
-            loss = self._guard.note_loss(self._one_step.learn(model, inputs))
+            loss = self._one_step.learn(model, inputs)
         self._metrics["train"]["step_time"].append(perf_counter() - start)
         return loss
 
@@ -343,8 +343,8 @@ class TrainerHooks(TrainerMembers):
                 return (loss, None) if return_outputs else loss
             counted = self._stats.reduced()
         else:
-            counted = [self._stats.evaluated(inputs.rollout, sums, self.gather_distinct_rows(sums))]
-        finite = [self._is_finite(*one) for one in counted]  # each is counted, also after one that is not
+            counted = [self._stats.evaluated(inputs.rollout, self.gather_distinct_rows(sums))]
+        finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
         elif self.model.training:
@@ -365,9 +365,9 @@ class TrainerHooks(TrainerMembers):
             self._guard.watch(student)
         return parts.loss, self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
 
-    def _is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
+    def _is_finite(self, named: dict[str, float]) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
-        if is_finite := self._guard.is_finite(named, rows):
+        if is_finite := self._guard.is_finite(named):
             # That of a completed teacher is for guards alone: its own is not known.
             unknown = () if self.teaching.teachers.are_whole else ("teacher_entropy",)
             self._stats.now.totals.update({name: one for name, one in named.items() if not name.startswith(unknown)})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -125,11 +125,6 @@ class _Accounts:
 # ---- Rows ---------------------------------------------------------------------------------------------------------
 
 
-Counted: TypeAlias = tuple[dict[str, float], Tensor]
-"""Of a micro-batch: sums over its rows in all processes by name, without those of options that are off; and the
-statistics of the rows of this process, [B, columns]: `LossParts.rows`, and columns of each teacher."""
-
-
 @final
 class StepStats:
     """Statistics of a training since its last log, and of evaluations, which it makes repeatable.
@@ -183,8 +178,10 @@ class StepStats:
         """Adds a micro-batch of the step; its `sums` are those of `by_teacher`."""
         self._waiting.append(part)
 
-    def reduced(self) -> list[Counted]:
-        """The micro-batches that were added since, summed over processes. Waits for the device; collective."""
+    def reduced(self) -> list[dict[str, float]]:
+        """Of each micro-batch that was added since, sums over its rows in all processes by name, without those of
+        options that are off. Waits for the device; collective.
+        """
         waiting, self._waiting = self._waiting, []
         # Processes that share rows count parts of them.
         tallied = [] if self._trainer.row_group is not None else [self._trainer.methods.tally(one) for one in waiting]
@@ -203,12 +200,12 @@ class StepStats:
         for named in sums:
             totals.update(named)  # a sum of counters would drop what is below 0
         self._step = totals, tallies
-        return [(named, one.sums) for named, one in zip(sums, waiting, strict=True)]
+        return sums
 
-    def evaluated(self, rollout: Rollout, rows: Tensor, distinct: Tensor) -> Counted:
-        """A batch of an evaluation, by its `distinct` rows of all processes. Waits for the device."""
+    def evaluated(self, rollout: Rollout, distinct: Tensor) -> dict[str, float]:
+        """As [`reduced`], of a batch of an evaluation, by its `distinct` rows. Waits for the device."""
         self.completions = rollout.completion_ids.masked_fill(rollout.completion_mask == 0, NO_TOKEN)
-        return self._named(rollout, distinct.sum(0).tolist()), rows
+        return self._named(rollout, distinct.sum(0).tolist())
 
     def _named(self, rollout: Rollout, sums: Sequence[float]) -> dict[str, float]:
         teachers = self._trainer.teaching.names
