@@ -48,14 +48,6 @@ class PromptLimits:
         wide = self.context is None or (other.context is not None and other.context <= self.context)
         return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
 
-    def check_room(self) -> None:
-        """Raises `ValueError` when a completion alone fills the context."""
-        if self.context is not None and self.completion >= self.context:
-            raise ValueError(
-                f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of "
-                f"{self.reader} ({self.context} tokens): lower it."
-            )
-
     def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
         if not prompt_tokens:
@@ -317,8 +309,6 @@ class Readers:
             )
             for name, context in contexts.items()
         }
-        for one in theirs.values():
-            one.check_room()
         return replace(self, student_limits=limits, teacher_limits=theirs)
 
     def bounded_by_teacher(self, columns: Iterable[str]) -> Readers:
