@@ -93,7 +93,7 @@ COMPLETION = 24
 class Recorder:
     """Takes an engine's arguments, and writes the first token of each prompt."""
 
-    name, block_size, why_blind = "vLLM", 16, None
+    name, block_size = "vLLM", 16
 
     def __init__(self, **options):
         self.options, self.written = options, 0
