@@ -346,16 +346,3 @@ class Readers:
         reads_apart = any(self.intake.processors) or self.tokenizers  # with a processor or tokenizer of its own
         reads_more = self.intake.rewrites or self.intake.is_told
         return not (self.template or reads_more or reads_apart or tells_more(columns))
-
-    def check_fits_teacher(
-        self,
-        requests: Sequence[Request],
-        prompt_ids: Sequence[list[int]],
-        completion_lengths: Sequence[int],
-        teacher: str | None = None,
-    ) -> None:
-        """Checks that each prompt and its completion fit into the context of the row's teacher, or of this one."""
-        for request, ids, length in zip(requests, prompt_ids, completion_lengths, strict=True):
-            # The completion is known by now, so no more room has to be kept for it.
-            limits = replace(self.teacher_limits[teacher or request.teacher], completion=length)
-            limits.check(len(ids), max(ids, default=0), f"The teacher's prompt for {request.where}")
