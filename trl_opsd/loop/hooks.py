@@ -29,6 +29,7 @@ from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.images import Pictures
 from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
+from trl_opsd.loop import fingerprint
 from trl_opsd.loop.batch import Batch, Batches
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.generation import Generation
@@ -206,7 +207,8 @@ class TrainerHooks(TrainerMembers):
                     resume_from_checkpoint = self._checkpoints.are_there()
                 if resume_from_checkpoint:
                     resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
-                    self.teaching.check_fingerprint(resume_from_checkpoint)
+                    now, accepted = self.teaching.fingerprint(), self.args.resume_with_changes or ()
+                    fingerprint.check(resume_from_checkpoint, now, accepted)
                 with self._checkpoints.training():
                     return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Exception as error:
@@ -543,7 +545,7 @@ class TrainerHooks(TrainerMembers):
         self._checkpoints.complete_for_deepspeed(output_dir)
         self.teachers.check()
         if self.args.should_save:
-            self.teaching.write_fingerprint(output_dir)
+            fingerprint.write(output_dir, self.teaching.fingerprint())
             self.teachers.save(output_dir)
             self.methods.save(output_dir)
 
