@@ -433,14 +433,14 @@ class TrainerHooks(TrainerMembers):
     ) -> dict[str, float]:
         """As TRL's; all batches of all datasets are generated in one session of the rollout.
 
-        A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
-        not logged.
+        A `metric_for_best_model` that has no value in this evaluation, but had in an earlier one, is returned as NaN,
+        which is never the best, and is not logged.
         """
         self._generation.check_is_own("evaluate")
         self.restore_launch()
         with self._generation.rollout.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return self._stats.with_best(found, self._reward_names) if metric_key_prefix == "eval" else found
+        return self._stats.with_best(found) if metric_key_prefix == "eval" else found
 
     # By the user.
     def predict(

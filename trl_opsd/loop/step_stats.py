@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain, islice
 from time import perf_counter
@@ -27,7 +27,7 @@ from trl_opsd.methods.targets import Anchor
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts, Rollout
 from trl_opsd.types.loss import columns
-from trl_opsd.types.metrics import Metric, evaluated_names
+from trl_opsd.types.metrics import Metric
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -311,14 +311,13 @@ class StepStats:
         metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         recorded.clear()
 
-    def with_best(self, found: dict[str, float], rewards: Collection[str]) -> dict[str, float]:
-        """The metrics, with NaN for a `metric_for_best_model` that has no value in this evaluation.
+    def with_best(self, found: dict[str, float]) -> dict[str, float]:
+        """The metrics, with NaN for a `metric_for_best_model` that an earlier one had, and this evaluation has not.
 
         NaN is never the best, and is not logged; transformers ends a training that lacks the metric.
         """
         best = f"eval_{(self._trainer.args.metric_for_best_model or '').removeprefix('eval_')}"
-        known, beginnings = evaluated_names(self._trainer.known_metrics, self._trainer.eval_dataset, rewards)
-        if best in known or best.startswith(beginnings) or any(best in log for log in self._trainer.state.log_history):
+        if any(best in log for log in self._trainer.state.log_history):
             found.setdefault(best, math.nan)
         return found
 
