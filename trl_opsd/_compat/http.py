@@ -18,19 +18,12 @@ from time import monotonic, sleep
 from typing import Annotated, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import aiohttp
 from torch import distributed
 
 from trl_opsd._compat.urls import is_this_machine, token_header
 from trl_opsd._compat.values import pydantic
 from trl_opsd.errors import ServerError
-
-try:
-    import aiohttp
-except ModuleNotFoundError as error:
-    raise ValueError(
-        f"Servers (`teacher_server_url`, `sglang_server_url`, `vllm_mode='server'`) need {error.name}, which is not "
-        f"installed: `pip install {error.name}`."
-    ) from error
 
 T = TypeVar("T")
 Parsed = TypeVar("Parsed", bound=pydantic.BaseModel)
