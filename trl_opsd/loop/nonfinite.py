@@ -79,7 +79,7 @@ class NonfiniteGuard:
     # ---- The loss ---------------------------------------------------------------------------------------------------
 
     def watch(self, student: Any) -> None:
-        """Watches the gradient of one small parameter, from the first forward pass of a training on."""
+        """Has the gradient of one small parameter tell launchers to skip a step without tokens; once in a training."""
         if self._hook is None:
             trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
             small = (one for one in trained if len(whole_shape(one)) == 1)  # a bias or norm
