@@ -10,7 +10,7 @@ import torch
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd._compat.urls import refuse_several, server_urls
+from trl_opsd._compat.urls import server_urls
 from trl_opsd._compat.values import Natural, NotNegative, Positive, Share, Unit
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
@@ -184,8 +184,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def __post_init__(self) -> None:
         # 1. each option by itself: its type, its bounds
-        for name in _ADDRESSES:
-            refuse_several(name, getattr(self, name))
         check_values(self)
         # 2. the launch, before transformers starts accelerate
         self._choose_for_cpu()

@@ -30,7 +30,6 @@ from trl_opsd.data.datasets import (
     EvalDatasets,
     Rows,
     by_name,
-    check_alike,
     columns_of,
     describe_rows,
     look_ahead,
@@ -239,11 +238,10 @@ def prepare(
     if args.world_size > 1:
         # Of paths the last part, as machines may keep models in other places.
         paths = {f"teacher_model[{name!r}]": Path(one).name for name, one in models.items() if isinstance(one, str)}
-        check_same_options(
-            gather_object([{**shared_options(args), **paths, "methods": [one.described() for one in made]}])
-        )
+        of_rows = {name: describe_rows(one, columns) for name, one in datasets.items()}
+        described = {**shared_options(args), **paths, "methods": [one.described() for one in made], **of_rows}
+        check_same_options(gather_object([described]))
         check_disk(args)
-        check_alike(gather_object([{name: describe_rows(one, columns) for name, one in datasets.items()}]))
     # 8. Rows, one of each shape.
     rows = {name: look_ahead(one, intake) for name, one in surveyed(datasets, args, intake.names).items()}
     # 9. Tokenizers and processors: who reads images.

@@ -44,7 +44,7 @@ from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.prepare import prepare
 from trl_opsd.report.describe import Banner, published, text
-from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
+from trl_opsd.rollout import RolloutBackend, chosen_rollout
 from trl_opsd.teacher import FrozenTeacher, Resident, Teacher
 from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared, pairs_to_read
@@ -341,10 +341,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     def rollout(self, rollout: RolloutBackend | None) -> None:
         self.restore_launch()
         with preserved_rng(self.accelerator.device):
-            if rollout is None:
-                rollout = chosen_rollout(None, self.args)
-            check_rollout(rollout)
-            self._generation.bind(rollout)
+            self._generation.bind(chosen_rollout(None, self.args) if rollout is None else rollout)
 
     @property
     def learns_from_draws(self) -> bool:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DistillationConfig
 
-from trl_opsd import FrozenTeacher, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import FrozenTeacher, OPSDConfig, OPSDTrainer
 from trl_opsd.teacher.frozen import Resident
 
 pytestmark = pytest.mark.refusal
@@ -41,8 +41,6 @@ UNTOUCHED: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("`args` is a type", {"args": OPSDConfig}, TypeError),
     ("`args` is a Dataset", {"args": tiny.rows()}, TypeError),
     ("OPSDConfig", {"args": DistillationConfig("out", use_cpu=True)}, TypeError),
-    ("`rollout`", {"rollout": HFRollout}, TypeError),
-    ("`rollout`", {"rollout": lambda prompt_ids: prompt_ids}, TypeError),
     ("output_dir", {"args": OPSDConfig(f"{__file__}/out")}, ValueError),
     ("output_dir", {"args": OPSDConfig("/proc/out")}, ValueError),
     ("teacher_model_name_or_path", {"teacher_model_name_or_path": "other"}, ValueError),

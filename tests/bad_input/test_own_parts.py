@@ -245,7 +245,7 @@ def test_only_a_negative_divergence_is_reported(make_trainer, said):
 def test_a_value_is_blamed_on_the_divergence(make_trainer, factor):
     trainer = make_trainer(divergence=Root())
     trainer.divergence.factor = factor
-    with pytest.raises(FloatingPointError, match=r"^The logits of both .* but the divergence .* in step 1 "):
+    with pytest.raises(FloatingPointError, match=r"^The logits of both .* but the divergence .* in step 1: "):
         trainer.train()
 
 
@@ -293,8 +293,8 @@ def test_parts_of_another_kind_name_the_method(refuses, change):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_nan_in_the_loss_alone_is_called_that(refuses, accumulated):
+def test_a_nan_in_the_loss_alone_is_an_error(refuses, accumulated):
     factors = iter([float("nan"), 1.0])
     cls = comparing(lambda parts: replace(parts, loss=parts.loss * next(factors)))
     given = {"cls": cls, "gradient_accumulation_steps": accumulated}
-    refuses(r"but the `loss` is NaN .* in step 1 on rank 0: ", given, NonFiniteError)
+    refuses(r"are finite, but the loss or the student's gradient is NaN .* in step 1: ", given, NonFiniteError)

@@ -207,8 +207,8 @@ def test_sharded_student_counts_each_row_once(read, folder, strategy):
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("order", "differs between process 1"),
-        ("split", "differs between process 1"),
+        ("order", "`train_dataset` is '"),
+        ("split", "`train_dataset` is '"),
         ("stream's order", "got different rows from the stream"),
         ("stream split", "got different rows from the stream"),
         ("seed", "`seed` is 43 in process 1"),

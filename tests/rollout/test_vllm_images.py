@@ -6,7 +6,6 @@ import inspect
 from functools import partial
 from operator import add
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,28 +131,6 @@ def test_proof_finds_a_tower_that_is_not_sent(seeing, monkeypatch):
 
     monkeypatch.setattr(VLLMEngine, "load", lost)
     with pytest.raises(SyncError, match="text after an image"):
-        trainer.complete(prompts_of(trainer))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("both_ways", "supported"), [(True, False), (True, True), (False, False)])
-def test_attention_that_ignores_later_image_tokens_is_known(monkeypatch, both_ways, supported):
-    """As vLLM's on a CPU, which computes a Gemma 3 that attends to all tokens of an image as if it did not."""
-    backends = [SimpleNamespace(supports_mm_prefix=lambda one=one: one) for one in (True, supported)]
-    config = SimpleNamespace(is_mm_prefix_lm=both_ways)
-    runner = SimpleNamespace(model_config=config, attn_groups=[[SimpleNamespace(backend=one)] for one in backends])
-    monkeypatch.setattr(VLLMEngine, "_worker", SimpleNamespace(model_runner=runner))
-    assert ("attend to later ones" in str(object.__new__(VLLMEngine).why_blind)) is (both_ways and not supported)
-
-
-def test_stream_with_images_the_engine_misreads_is_refused(seeing, monkeypatch):
-    monkeypatch.setattr(VLLMEngine, "why_blind", "it squints")
-    rows = vision_language.rows([0, 1]).to_iterable_dataset()
-    trainer = seeing("idefics3", train_dataset=rows, max_steps=1)
-    assert trainer.reads_images is None
-    trainer.complete(trainer.tokenize(["why?"]))
-    trainer.reads_images = True
-    with pytest.raises(ValueError, match="The prompts have images, but it squints: set `use_vllm=False`"):
         trainer.complete(prompts_of(trainer))
 
 

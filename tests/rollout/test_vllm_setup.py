@@ -34,7 +34,7 @@ pytestmark = pytest.mark.vllm
     ("given", "message"),
     [
         ({"vllm_max_model_length": 1024}, "the student's context is 256"),
-        ({"vllm_max_model_length": 16}, "leaves no room for a prompt"),
+        ({"vllm_max_model_length": 16}, "exceeds the context"),
         ({"vllm_tensor_parallel_size": 2}, "but there are 1: set it to a divisor"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
@@ -93,7 +93,7 @@ COMPLETION = 24
 class Recorder:
     """Takes an engine's arguments, and writes the first token of each prompt."""
 
-    name, block_size, why_blind = "vLLM", 16, None
+    name, block_size = "vLLM", 16
 
     def __init__(self, **options):
         self.options, self.written = options, 0

@@ -38,7 +38,6 @@ class LoneHost:
         self.placeholders: list[int] = []
         self.batching = PADDED
         self.loads = 0
-        self.show_progress = False
         self.reads_images, self.processors = False, {}
         self.reads_logprobs = self.learns_from_draws = False
 

@@ -19,7 +19,7 @@ from support.failing_server import Pretended, Scoring, after, hang_up, pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
-from trl_opsd._compat.http import BusyError, Response, WrongAnswerError
+from trl_opsd._compat.http import WrongAnswerError
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import servers
 from trl_opsd.teacher.checks import deadline
@@ -295,10 +295,10 @@ def takes(least: float, most: float):
     assert least <= time.monotonic() - began < most
 
 
-def refuse_then(refusals: int, answer, status: int = 503, **headers: str):
+def refuse_then(refusals: int, answer, status: int = 503):
     """Says that it is busy so often, then answers so."""
     left = iter(range(refusals))
-    return lambda server, states: answer(server, states) if next(left, None) is None else (status, b"full", {**headers})
+    return lambda server, states: answer(server, states) if next(left, None) is None else (status, b"full", {})
 
 
 def well(_, states):
@@ -337,7 +337,7 @@ def test_server_that_hangs_at_start_fails_within_its_timeout(served, checkpoint,
             said = rf"within {seconds:g} seconds \(from `teacher_server_timeout`\)"
             with takes(seconds - 0.1, seconds + 0.5), pytest.raises(ServerError, match=said):
                 served(server, deadline=1000.0, timeout=timeout)
-        server.fault = lambda *_: (503, b"full", {"Retry-After": "1"})
+        server.fault = lambda *_: (503, b"full", {})
         with takes(0, 1), pytest.raises(ServerError, match="returned 503"):
             served(server, deadline=1000.0)
 
@@ -360,11 +360,10 @@ def each_once(fault):
     [
         (lambda: refuse_then(40, well, 429), 40, 0),  # more refusals than attempts
         (lambda: refuse_then(40, well, 503), 40, 0),
-        (lambda: refuse_then(4, well, **{"Retry-After": "2"}), 4, 2),
         (lambda: each_once(after(30)), 5, 1.9),  # a third of the deadline
         (lambda: each_once(hang_up), 5, 0),
     ],
-    ids=["429", "503", "Retry-After", "no answer", "dropped connections"],
+    ids=["429", "503", "no answer", "dropped connections"],
 )
 def test_a_row_is_asked_for_again(served, checkpoint, breathless, fault, again, least):
     with pretended(checkpoint[1]) as server:
@@ -379,14 +378,6 @@ def test_a_row_is_asked_for_again(served, checkpoint, breathless, fault, again, 
 def test_server_that_is_busy_at_start_is_waited_for(served, checkpoint, breathless):
     with pretended(checkpoint[1], refuse_then(7, well)) as server:
         check_equal(served(server), checkpoint[1], rows())
-
-
-@pytest.mark.parametrize(("said", "expected"), [("1", 1.0), ("0", 0), ("soon", 0), ("600", 60.0), ("", 0)])
-@pytest.mark.quick
-def test_retry_after_is_parsed_and_capped(said, expected):
-    with pytest.raises(BusyError) as busy:
-        Response("It", 503, bytearray(b"full"), "TOKEN", said).check_status()
-    assert busy.value.seconds == expected
 
 
 def test_states_that_come_late_are_right_and_warned_of_once(served, checkpoint, monkeypatch, caplog):

@@ -22,7 +22,7 @@ _WARNINGS = (
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning, ""),
     # TRL and accelerate call what transformers renamed.
     (r"`(gradient_checkpointing_(en|dis)able|is_gradient_checkpointing)` is deprecated", FutureWarning, ""),
-    # TRL warns at five places; `_compat.vllm` has bounds of its own.
+    # TRL warns at five places; `versions.py` has bounds of its own.
     ("TRL currently supports vLLM versions", UserWarning, r"trl\."),
 )
 """Message, category and module of warnings."""

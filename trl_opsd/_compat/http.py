@@ -18,19 +18,12 @@ from time import monotonic, sleep
 from typing import Annotated, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import aiohttp
 from torch import distributed
 
 from trl_opsd._compat.urls import is_this_machine, token_header
 from trl_opsd._compat.values import pydantic
 from trl_opsd.errors import ServerError
-
-try:
-    import aiohttp
-except ModuleNotFoundError as error:
-    raise ValueError(
-        f"Servers (`teacher_server_url`, `sglang_server_url`, `vllm_mode='server'`) need {error.name}, which is not "
-        f"installed: `pip install {error.name}`."
-    ) from error
 
 T = TypeVar("T")
 Parsed = TypeVar("Parsed", bound=pydantic.BaseModel)
@@ -45,8 +38,6 @@ CONCURRENT = 256
 """Concurrent requests of one [`Responses`]: each has a connection, and a process can often open only 1,024 files."""
 _MAX_BYTES = 2048 * MIB
 """Limit of a response where a request has none: a token with its log-probability takes about 100 bytes."""
-_MAX_PAUSE = 60.0
-"""Upper bound of a server's `Retry-After`."""
 
 TokenId: TypeAlias = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
@@ -82,11 +73,7 @@ class ServerKind:
 
 
 class BusyError(ServerError):
-    """A server accepts no more work, also because of other runs, until `seconds` have passed."""
-
-    def __init__(self, message: str, seconds: float) -> None:
-        super().__init__(message)
-        self.seconds = seconds
+    """A server accepts no more work now, also because of other runs."""
 
 
 class WrongAnswerError(ServerError):
@@ -103,8 +90,6 @@ class Response:
     content: bytearray
     token: str
     """The environment variable that a refused request may lack."""
-    retry_after: str = ""
-    """The header of this name: when to retry a busy server."""
 
     @property
     def text(self) -> str:
@@ -117,11 +102,7 @@ class Response:
         if self.status in (401, 403):
             hint = f" Set the environment variable `{self.token}` to the server's key."
         message = f"{self.request} returned {self.status}: {self.text[:500]}{hint}"
-        if self.status in (429, 503):
-            # A `Retry-After` may also be a date, which differing clocks cannot compare.
-            said = float(self.retry_after) if self.retry_after.isdecimal() else 0.0
-            raise BusyError(message, min(said, _MAX_PAUSE))
-        raise ServerError(message)
+        raise (BusyError if self.status in (429, 503) else ServerError)(message)
 
     def parse(self, schema: type[Parsed]) -> Parsed:
         """The content of a successful response."""
@@ -235,8 +216,7 @@ class HTTPClient:
                             f"{request} returned more than {limit / MIB:.0f} MiB, the limit for this request: check "
                             "that the expected server is listening there."
                         )
-                retry = response.headers.get("Retry-After", "")
-                return Response(request, response.status, content, self.kind.token, retry)
+                return Response(request, response.status, content, self.kind.token)
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{request} accepted no connection within {_CONNECT_SECONDS:g} seconds") from None
         except TimeoutError as error:

@@ -27,21 +27,10 @@ def server_urls(option: str, value: Any) -> dict[str, str]:
     return {name: url_of(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 
-def refuse_several(option: str, value: Any) -> None:
-    """Refuses several addresses, in a list or with commas, where a server has one."""
-    is_text = isinstance(value, str) and not value.lstrip().startswith("{")  # a dict on the command line
-    if isinstance(value, list | tuple) or (is_text and "," in value):
-        raise ValueError(
-            f"`{option}` has several addresses: expected one, behind which a server uses several devices: see "
-            "docs/generation.md#more-devices-behind-one-address."
-        )
-
-
 def url_of(option: str, value: Any) -> str:
     """The address of an option, without a trailing slash."""
-    refuse_several(option, value)
     given = value.strip() if isinstance(value, str) else str(value)
-    expected = "expected an address such as `http://127.0.0.1:8000`"
+    expected = "expected one address such as `http://127.0.0.1:8000`"
     if "@" in given:  # not quoted: it may hold a password
         raise ValueError(
             f"`{option}` contains a user or a password, which would be logged: {expected}; put a token into the "

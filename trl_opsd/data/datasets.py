@@ -57,18 +57,6 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
     return f"{len(dataset)} rows, digest {found[:16]}"
 
 
-def check_alike(each: Sequence[dict[str, str]]) -> None:
-    """Refuses datasets whose descriptions differ between processes, which would then read shards of different data."""
-    for process, described in enumerate(each):
-        for name, rows in described.items():
-            if rows != each[0].get(name):
-                raise ValueError(
-                    f"`{name}` differs between process {process} ({rows}) and process 0 ({each[0].get(name)}): pass "
-                    "the same rows in the same order in all processes. Shuffle with a seed, and do not split by "
-                    "process."
-                )
-
-
 @final
 class WholeStream(TorchStream):
     """All rows of a stream, in order, in every process, so that accelerate shards by rows instead of files."""

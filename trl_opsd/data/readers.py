@@ -48,14 +48,6 @@ class PromptLimits:
         wide = self.context is None or (other.context is not None and other.context <= self.context)
         return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
 
-    def check_room(self) -> None:
-        """Raises `ValueError` when a completion alone fills the context."""
-        if self.context is not None and self.completion >= self.context:
-            raise ValueError(
-                f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of "
-                f"{self.reader} ({self.context} tokens): lower it."
-            )
-
     def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
         if not prompt_tokens:
@@ -317,8 +309,6 @@ class Readers:
             )
             for name, context in contexts.items()
         }
-        for one in theirs.values():
-            one.check_room()
         return replace(self, student_limits=limits, teacher_limits=theirs)
 
     def bounded_by_teacher(self, columns: Iterable[str]) -> Readers:
@@ -356,16 +346,3 @@ class Readers:
         reads_apart = any(self.intake.processors) or self.tokenizers  # with a processor or tokenizer of its own
         reads_more = self.intake.rewrites or self.intake.is_told
         return not (self.template or reads_more or reads_apart or tells_more(columns))
-
-    def check_fits_teacher(
-        self,
-        requests: Sequence[Request],
-        prompt_ids: Sequence[list[int]],
-        completion_lengths: Sequence[int],
-        teacher: str | None = None,
-    ) -> None:
-        """Checks that each prompt and its completion fit into the context of the row's teacher, or of this one."""
-        for request, ids, length in zip(requests, prompt_ids, completion_lengths, strict=True):
-            # The completion is known by now, so no more room has to be kept for it.
-            limits = replace(self.teacher_limits[teacher or request.teacher], completion=length)
-            limits.check(len(ids), max(ids, default=0), f"The teacher's prompt for {request.where}")

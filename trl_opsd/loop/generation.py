@@ -52,7 +52,9 @@ class Generation:
         self.rows: Sequence[BatchRow] = ()
         """The rows being generated."""
         self._surplus: list[list[int]] = []
-        self._has_completed = self._is_proved = self._is_overridden = False
+        self._has_completed = self._is_proved = False
+        self.is_overridden = False
+        """Whether a subclass of the trainer has a `complete` of its own."""
         self._teacher_rollouts: Mapping[str, TeacherRollout] = {}
         self._substitute: Any = None
 
@@ -60,7 +62,7 @@ class Generation:
 
     def bind(self, rollout: RolloutBackend) -> None:
         """Binds a rollout to this trainer; rejects one that cannot work with `overlap='ahead'`."""
-        self._is_overridden = "complete" in own_verbs(type(self._host))
+        self.is_overridden = "complete" in own_verbs(type(self._host))
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
         rollout.bind(self._host)
@@ -72,21 +74,16 @@ class Generation:
             why = f"{type(rollout).__name__} generates in the trainer's process: set `vllm_mode='server'`"
         elif self._host.tools:
             why = "rows with `tools` are generated over several turns"
-        elif self._is_overridden:
+        elif self.is_overridden:
             why = f"it would not call `{type(self._host).__name__}.complete`"
         else:
             return
         raise ValueError(f"`overlap='ahead'`: {why}; or remove `overlap`.")
 
     @property
-    def is_ours(self) -> bool:
-        """Whether `complete` is this package's, and not overridden."""
-        return not self._is_overridden
-
-    @property
     def streams(self) -> bool:
         """Whether rows can be generated one by one, as `complete` would."""
-        return self._apart is not None or not (self._is_overridden or self._host.tools)
+        return self._apart is not None or not (self.is_overridden or self._host.tools)
 
     @property
     def _apart(self) -> Turns | None:
@@ -224,7 +221,7 @@ class Generation:
         prompt_ids = self._surplus if is_surplus else prompt_ids
         complete = self.overlapping if self.overlapping is not None and host.model.training else host.complete
         completions = complete(prompt_ids) if self._apart is None else self._apart.first(prompt_ids)
-        if self._is_overridden:
+        if self.is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)
         self.look_at_first(prompt_ids, completions, name)

@@ -29,6 +29,7 @@ from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.images import Pictures
 from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
+from trl_opsd.loop import fingerprint
 from trl_opsd.loop.batch import Batch, Batches
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.generation import Generation
@@ -206,7 +207,8 @@ class TrainerHooks(TrainerMembers):
                     resume_from_checkpoint = self._checkpoints.are_there()
                 if resume_from_checkpoint:
                     resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
-                    self.teaching.check_fingerprint(resume_from_checkpoint)
+                    now, accepted = self.teaching.fingerprint(), self.args.resume_with_changes or ()
+                    fingerprint.check(resume_from_checkpoint, now, accepted)
                 with self._checkpoints.training():
                     return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Exception as error:
@@ -270,7 +272,7 @@ class TrainerHooks(TrainerMembers):
             return torch.zeros((), device=self.args.device)
         start = perf_counter()
         with self._stats.phase("compare", "train"):
-            loss = self._guard.note_loss(self._one_step.learn(model, inputs))
+            loss = self._one_step.learn(model, inputs)
         self._metrics["train"]["step_time"].append(perf_counter() - start)
         return loss
 
@@ -343,8 +345,8 @@ class TrainerHooks(TrainerMembers):
                 return (loss, None) if return_outputs else loss
             counted = self._stats.reduced()
         else:
-            counted = [self._stats.evaluated(inputs.rollout, sums, self.gather_distinct_rows(sums))]
-        finite = [self._is_finite(*one) for one in counted]  # each is counted, also after one that is not
+            counted = [self._stats.evaluated(inputs.rollout, self.gather_distinct_rows(sums))]
+        finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
         elif self.model.training:
@@ -365,9 +367,9 @@ class TrainerHooks(TrainerMembers):
             self._guard.watch(student)
         return parts.loss, self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
 
-    def _is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
+    def _is_finite(self, named: dict[str, float]) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
-        if is_finite := self._guard.is_finite(named, rows):
+        if is_finite := self._guard.is_finite(named):
             # That of a completed teacher is for guards alone: its own is not known.
             unknown = () if self.teaching.teachers.are_whole else ("teacher_entropy",)
             self._stats.now.totals.update({name: one for name, one in named.items() if not name.startswith(unknown)})
@@ -431,14 +433,14 @@ class TrainerHooks(TrainerMembers):
     ) -> dict[str, float]:
         """As TRL's; all batches of all datasets are generated in one session of the rollout.
 
-        A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
-        not logged.
+        A `metric_for_best_model` that has no value in this evaluation, but had in an earlier one, is returned as NaN,
+        which is never the best, and is not logged.
         """
         self._generation.check_is_own("evaluate")
         self.restore_launch()
         with self._generation.rollout.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return self._stats.with_best(found, self._reward_names) if metric_key_prefix == "eval" else found
+        return self._stats.with_best(found) if metric_key_prefix == "eval" else found
 
     # By the user.
     def predict(
@@ -543,7 +545,7 @@ class TrainerHooks(TrainerMembers):
         self._checkpoints.complete_for_deepspeed(output_dir)
         self.teachers.check()
         if self.args.should_save:
-            self.teaching.write_fingerprint(output_dir)
+            fingerprint.write(output_dir, self.teaching.fingerprint())
             self.teachers.save(output_dir)
             self.methods.save(output_dir)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -230,10 +229,7 @@ class TrainerMembers(UpstreamFixes):
             self.reads_images = True
             self._generation.prove_images()
             self.teaching.prove_images()
-        if has_images or any(one.environment for one in prompts):
-            found = self.teaching.readers.student.token_ids(prompts)
-        else:
-            found = self.tokenize(deepcopy([row["prompt"] for row in rows]))
+        found = self.teaching.readers.student.token_ids(prompts)
         self.teaching.readers.check_batch(found, self.teaching.batch_name)
         for row, ids in zip(rows, found, strict=True):
             row.images = getattr(ids, "images", None)

@@ -8,13 +8,13 @@ Knows the sums of a loss over all processes, by the names in [`LossParts.ROW_NAM
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
@@ -22,15 +22,9 @@ from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
 from trl_opsd.parallel.failure import first_failure_first
-from trl_opsd.types import LossParts
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
-
-_SAME = 1e-6
-"""Nats per token: rounding error of the divergence between a float32 model and its copy."""
-_ALIKE = 0.02
-"""Nats per token: maximum difference of entropies where a KL is that small (Pinsker, Fannes), for any vocabulary."""
 
 logger = get_logger(__name__)
 
@@ -48,10 +42,6 @@ class NonfiniteGuard:
         self._is_deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
         self._hook: Any = None
         """On the gradient of the parameter that is watched."""
-        self._broken: dict[str, Tensor] = {}
-        """Whether a `"loss"` or a `"gradient"` of the step in progress was not finite, in this process."""
-        self._may_be_same = True
-        """Whether the first divergence has not been compared with 0 yet."""
         self._begin()
         self._check_launch()
 
@@ -80,7 +70,6 @@ class NonfiniteGuard:
                 if self._hook is not None:
                     self._hook.remove()
                 self._hook = None
-                self._broken.clear()
 
     @property
     def skipped(self) -> int | None:
@@ -90,22 +79,19 @@ class NonfiniteGuard:
     # ---- The loss ---------------------------------------------------------------------------------------------------
 
     def watch(self, student: Any) -> None:
-        """Watches gradients of this process before they are averaged, from the first forward pass of a training on: of
-        one small parameter that the backward pass reaches last, to which NaN from the layers above propagates.
-        """
+        """Has the gradient of one small parameter tell launchers to skip a step without tokens; once in a training."""
         if self._hook is None:
             trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
             small = (one for one in trained if len(whole_shape(one)) == 1)  # a bias or norm
             self._hook = next(small, trained[0]).register_hook(self._watched)
 
     def _watched(self, gradient: Tensor) -> Tensor | None:
-        self._note("gradient", ~gradient.isfinite().all())
         # DeepSpeed and a loss scaler skip a step by its gradient alone.
         checks = self._is_deepspeed and not self._is_blind
         skips = self.is_empty and (checks or self._trainer.accelerator.mixed_precision == "fp16")
         return torch.full_like(gradient, math.nan) if skips else None
 
-    def is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
+    def is_finite(self, named: dict[str, float]) -> bool:
         """Whether a loss is finite in all processes, by sums over them; raises with `nonfinite='raise'`, and at a
         teacher that says nothing.
         """
@@ -116,23 +102,11 @@ class NonfiniteGuard:
         if side is None:
             self._check_teacher(named)
             return True
-        # `rows` are sums of each row of this process, [B, columns]: which processes broke is gathered only now.
-        mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=False))  # columns of teachers may follow
-        sides = gather_object([nonfinite_side(mine)])
-        self._report(side, [rank for rank, found in enumerate(sides) if found is not None], evaluating)
+        self._report(side, evaluating)
         return False
 
-    def note_loss(self, loss: Tensor) -> Tensor:
-        """Records whether a loss of the step was not finite; returns the loss."""
-        self._note("loss", ~loss.isfinite())
-        return loss
-
-    def _note(self, side: str, broken: Tensor) -> None:
-        # It stays on the device: reading it would synchronise host and device in every micro-batch.
-        self._broken[side] = self._broken[side] | broken if side in self._broken else broken
-
     def _check_teacher(self, sums: Mapping[str, float]) -> None:
-        """Rejects a teacher whose logits are equal at every token, and warns once of one that is the student.
+        """Rejects a teacher whose logits are equal at every token.
 
         A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
         """
@@ -141,22 +115,14 @@ class NonfiniteGuard:
             raise ValueError(
                 f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded."
             )
-        if self._may_be_same and not self._trainer.methods.any("adds_nll") and (weight := sums["weight"]):
-            # A surrogate of the user's own may be 0 where the models differ; then their entropies do.
-            apart = abs(sums["student_entropy"] - sums["teacher_entropy"])
-            if abs(sums["divergence"]) < _SAME * weight and apart < _ALIKE * weight:
-                logger.warning("The first divergence is 0: teacher and student are identical, so nothing is learned.")
-        self._may_be_same = False
 
-    def _report(self, side: str, ranks: Sequence[int], evaluating: bool = False) -> None:
+    def _report(self, side: str, evaluating: bool = False) -> None:
         """Marks the step as one to skip, with a warning once a step, or raises."""
         if self._will_skip:
             return
         args, step = self._trainer.args, self._trainer.state.global_step
-        # Of averaged gradients the rank is not known.
-        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         when = f"an evaluation after step {step}" if evaluating else f"step {step + 1}"
-        found = f"{_WHAT[side]} NaN or infinite in {when}{where}"
+        found = f"{_WHAT[side]} NaN or infinite in {when}"
         if args.nonfinite == "raise":
             raise NonFiniteError(f"{found}: the student's weights are unchanged by it (docs/troubleshooting.md).")
         logger.warning(f"Skipped: {found}.")
@@ -173,10 +139,7 @@ class NonfiniteGuard:
         if self._is_deepspeed:
             broken = broken or accelerator.optimizer_step_was_skipped
         if broken and not (self._will_skip or scales_loss or self.is_empty):
-            # Collective, but only after the norm, which all processes share, was not finite.
-            each = gather_object([[side for side, broken in self._broken.items() if broken]])
-            side = "loss" if any("loss" in sides for sides in each) else "gradient"
-            self._report(side, [rank for rank, sides in enumerate(each) if side in sides])
+            self._report("gradient")
         skips = broken or self._will_skip or self.is_empty
         if skips and not self.is_empty:
             self._count_skipped()
@@ -188,7 +151,6 @@ class NonfiniteGuard:
                 model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
             # As a loss scaler would, so that accelerate does not advance the learning rate after a skip.
             set_known(self._trainer.optimizer, _is_overflow=skips)
-        self._broken.clear()
 
     def _count_skipped(self) -> None:
         self._skipped += 1
@@ -217,8 +179,7 @@ _WHAT = {
     "teacher": "The teacher's logits are",
     "student": "The student's logits are",
     "divergence": "The logits of both models are finite, but the divergence is",
-    "loss": "The sums of the loss (`LossParts.rows`) are finite, but the `loss` is",
-    "gradient": "The loss is finite, but the student's gradient is",
+    "gradient": "The sums of the loss (`LossParts.rows`) are finite, but the loss or the student's gradient is",
 }
 """What is not finite by its side."""
 

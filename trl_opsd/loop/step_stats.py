@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from trl_opsd.methods.targets import Anchor
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts, Rollout
 from trl_opsd.types.loss import columns
-from trl_opsd.types.metrics import Metric, evaluated_names
+from trl_opsd.types.metrics import Metric
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -125,11 +125,6 @@ class _Accounts:
 # ---- Rows ---------------------------------------------------------------------------------------------------------
 
 
-Counted: TypeAlias = tuple[dict[str, float], Tensor]
-"""Of a micro-batch: sums over its rows in all processes by name, without those of options that are off; and the
-statistics of the rows of this process, [B, columns]: `LossParts.rows`, and columns of each teacher."""
-
-
 @final
 class StepStats:
     """Statistics of a training since its last log, and of evaluations, which it makes repeatable.
@@ -183,8 +178,10 @@ class StepStats:
         """Adds a micro-batch of the step; its `sums` are those of `by_teacher`."""
         self._waiting.append(part)
 
-    def reduced(self) -> list[Counted]:
-        """The micro-batches that were added since, summed over processes. Waits for the device; collective."""
+    def reduced(self) -> list[dict[str, float]]:
+        """Of each micro-batch that was added since, sums over its rows in all processes by name, without those of
+        options that are off. Waits for the device; collective.
+        """
         waiting, self._waiting = self._waiting, []
         # Processes that share rows count parts of them.
         tallied = [] if self._trainer.row_group is not None else [self._trainer.methods.tally(one) for one in waiting]
@@ -203,12 +200,12 @@ class StepStats:
         for named in sums:
             totals.update(named)  # a sum of counters would drop what is below 0
         self._step = totals, tallies
-        return [(named, one.sums) for named, one in zip(sums, waiting, strict=True)]
+        return sums
 
-    def evaluated(self, rollout: Rollout, rows: Tensor, distinct: Tensor) -> Counted:
-        """A batch of an evaluation, by its `distinct` rows of all processes. Waits for the device."""
+    def evaluated(self, rollout: Rollout, distinct: Tensor) -> dict[str, float]:
+        """As [`reduced`], of a batch of an evaluation, by its `distinct` rows. Waits for the device."""
         self.completions = rollout.completion_ids.masked_fill(rollout.completion_mask == 0, NO_TOKEN)
-        return self._named(rollout, distinct.sum(0).tolist()), rows
+        return self._named(rollout, distinct.sum(0).tolist())
 
     def _named(self, rollout: Rollout, sums: Sequence[float]) -> dict[str, float]:
         teachers = self._trainer.teaching.names
@@ -314,14 +311,13 @@ class StepStats:
         metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         recorded.clear()
 
-    def with_best(self, found: dict[str, float], rewards: Collection[str]) -> dict[str, float]:
-        """The metrics, with NaN for a `metric_for_best_model` that has no value in this evaluation.
+    def with_best(self, found: dict[str, float]) -> dict[str, float]:
+        """The metrics, with NaN for a `metric_for_best_model` that an earlier one had, and this evaluation has not.
 
         NaN is never the best, and is not logged; transformers ends a training that lacks the metric.
         """
         best = f"eval_{(self._trainer.args.metric_for_best_model or '').removeprefix('eval_')}"
-        known, beginnings = evaluated_names(self._trainer.known_metrics, self._trainer.eval_dataset, rewards)
-        if best in known or best.startswith(beginnings) or any(best in log for log in self._trainer.state.log_history):
+        if any(best in log for log in self._trainer.state.log_history):
             found.setdefault(best, math.nan)
         return found
 

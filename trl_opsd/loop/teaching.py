@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
 from trl_opsd.data.images import begin_reading, places, settings_of
-from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
+from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
 from trl_opsd.loop import fingerprint
@@ -61,8 +61,8 @@ class Teaching:
         self.prompts = TeacherPrompts(host)
         self._of_engine: PromptLimits | None = None
         """Limits of an engine in this process, which is built once."""
-        self._described_rows: tuple[str, str] | None = None
-        """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
+        self._described_rows: str | None = None
+        """The training dataset in the fingerprint; computed when first needed."""
         self._fixed: fingerprint.Fingerprint = {
             "student": fingerprint.describe_student(host.model, host.base_samples),
             "optimizer": fingerprint.describe_optimizer(host.optimizer, host.args),
@@ -185,7 +185,6 @@ class Teaching:
         host, batch = self._host, self.batch_name
         requests = self.readers.read_batch(rows, batch)
         if not self._prompts_are_seen:
-            self.readers.student.token_ids([one.student for one in requests])  # names the row that a template refuses
             look_at(host.processing_class, batch, requests, host.args, host.tools, host.cross is None)
             self._prompts_are_seen = True
         return list(map(BatchRow, requests))
@@ -242,44 +241,24 @@ class Teaching:
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
 
-    def check_fingerprint(self, folder: str) -> None:
-        """Rejects a checkpoint of another run."""
-        fingerprint.check(folder, self.fingerprint(), self._host.args.resume_with_changes or ())
-
-    def write_fingerprint(self, folder: str) -> None:
-        """Writes the fingerprint into a checkpoint."""
-        fingerprint.write(folder, self.fingerprint())
-
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Of the run, with the teachers and options as they are now."""
         host, rewards = self._host, self.learned_rewards
         if self._described_rows is None:
             calls_functions = self.readers.intake.prompt_fn is not None or bool(rewards)
             columns = None if calls_functions else self._given.row_columns  # a function may read any
-            self._described_rows = describe_rows(host.train_dataset, columns), self._teacher_template()
-        rows, teacher_template = self._described_rows
+            self._described_rows = describe_rows(host.train_dataset, columns)
         return fingerprint.fingerprint(
             host.args,
             host.divergence,
             host.processing_class.chat_template,
             own_verbs(type(host)),
             **self._fixed,
-            train_dataset=rows,
+            train_dataset=self._described_rows,
             adapter=describe_adapters(host.model),
             tools=[tool.__name__ for tool in host.tools or ()],
-            teacher_prompt_template=teacher_template,
             processors=fingerprint.describe_processors(self._processors()),
         )
-
-    def _teacher_template(self) -> str:
-        """What joins prompts and privileged contexts: without the option it depends on their kind, by the first row."""
-        intake, dataset = self.readers.intake, self._host.train_dataset
-        row: Row = {}
-        columns = columns_of(dataset) or ["privileged_context"]
-        if intake.template is None and intake.prompt_fn is None and "privileged_context" in columns:
-            row = next(iter(dataset or ()), row)
-        is_text = "privileged_context" in row and isinstance(row["prompt"], str)
-        return intake.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
 
     def _processors(self) -> dict[str, Any]:
         """What decides how images are read; empty where there are none."""

@@ -155,7 +155,7 @@ class Turns:
         """Whether rows go their way without waiting for others."""
         rollout = self._generation.rollout
         can = rollout.generates_out_of_process and type(rollout).one_by_one is not RolloutBackend.one_by_one
-        return self.environments is not None and can and self._generation.is_ours
+        return self.environments is not None and can and not self._generation.is_overridden
 
     def first(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The first turns of rows, after all of them have ended. Collective."""

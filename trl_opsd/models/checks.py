@@ -92,9 +92,7 @@ def student_limits(student: CausalLM, args: Any) -> PromptLimits:
     context = context_of(student)
     if args.has_engine and args.vllm_max_model_length is not None:
         context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
-    limits = PromptLimits(vocabulary=model_shape(student)[0], context=context, completion=args.max_completion_length)
-    limits.check_room()
-    return limits
+    return PromptLimits(vocabulary=model_shape(student)[0], context=context, completion=args.max_completion_length)
 
 
 # ---- While it is loaded ---------------------------------------------------------------------------------------------

@@ -172,14 +172,14 @@ def shared_options(args: Any) -> dict[str, Any]:
 
 
 def check_same_options(each: Sequence[dict[str, Any]]) -> None:
-    """Raises `ValueError` for an option that differs between processes, whose students would become different ones."""
+    """Raises `ValueError` for an option, or rows, that differ between processes: students would, or shards of rows."""
     for process, options in enumerate(each):
         for name, value in options.items():
             if value != each[0].get(name):
                 raise ValueError(
                     f"`{name}` is {value!r} in process {process} and {each[0].get(name)!r} in process 0, but all "
-                    "processes train one student: pass the same value in all. With the same `seed`, each still draws "
-                    "its own samples."
+                    "processes train one student: pass the same value, or the same rows in the same order, in all. "
+                    "With the same dataset and `seed`, each still reads its own rows and draws its own samples."
                 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout.base import FixedRollout, RolloutBackend
 from trl_opsd.rollout.hf import HFRollout
@@ -21,7 +19,6 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
     if len(several := [name for name, is_chosen in chosen.items() if is_chosen]) > 1:
         raise ValueError(f"There are two rollouts: {' and '.join(several)}: remove one of them.")
     if rollout is not None:
-        check_rollout(rollout)
         return rollout
     # Engines are imported where they are chosen: vLLM takes seconds, and any of them may be absent.
     if args.use_vllm and args.vllm_mode == "server":
@@ -39,9 +36,3 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
 
         return ServedRollout(args, SGLangServer)
     return HFRollout()
-
-
-def check_rollout(rollout: Any) -> None:
-    """Raises `TypeError` unless it is a backend."""
-    if not isinstance(rollout, RolloutBackend):
-        raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")

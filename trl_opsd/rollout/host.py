@@ -39,8 +39,6 @@ class Host(Protocol):
     """Which rows the student can read in one batch."""
     loads: int
     """Number of times a checkpoint was loaded into the student."""
-    show_progress: bool
-    """Whether this process may draw progress bars."""
     reads_images: bool | None
     """Whether prompts have images; `None` if that is not known yet."""
     processors: Mapping[str, ProcessorMixin | None]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
@@ -26,33 +26,14 @@ from trl_opsd.rollout.returned import checked_completions
 logger = get_logger(__name__)
 
 
-class GeneratingTeacher(Protocol):
-    """A teacher that is a model, and can be called by others."""
-
-    model: CausalLM
-    """Its model, which may be the student."""
-
-    @property
-    def batching(self) -> BatchPolicy:
-        """Which rows it reads together."""
-
-    def lent(self) -> AbstractContextManager[CausalLM]:
-        """The model, where it can be called."""
-
-
 class TeacherRollout:
-    """Generates with a teacher, in each process by itself; `limits` are of its prompts, with its name.
+    """Generates with a teacher that is a model, in each process by itself; `limits` are of its prompts, with its name.
 
+    The teacher has a `model`, which may be the student, its `batching`, and lends the model to be called (`lent`).
     Where tokenizers differ, `translator` has its own, and tells completions in the student's tokens.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        teacher: GeneratingTeacher,
-        limits: PromptLimits,
-        translator: Any = None,
-    ) -> None:
+    def __init__(self, host: Host, teacher: Any, limits: PromptLimits, translator: Any = None) -> None:
         is_student = getattr(teacher, "model", None) is host.model
         # Processes have different numbers of rows for a teacher, so its forward passes may not be collective.
         is_whole = not splits_student(host.accelerator) if is_student else getattr(teacher, "is_whole", False)
@@ -99,9 +80,7 @@ class _AsStudent:
 
     reads_logprobs = learns_from_draws = False
 
-    def __init__(
-        self, host: Host, teacher: GeneratingTeacher, limits: PromptLimits, words: PreTrainedTokenizerBase | None
-    ) -> None:
+    def __init__(self, host: Host, teacher: Any, limits: PromptLimits, words: PreTrainedTokenizerBase | None) -> None:
         self._host, self._teacher, self.limits = host, teacher, limits
         self.model, self._words = teacher.model, words
         self.eos_token_ids = host.eos_token_ids

@@ -71,9 +71,6 @@ class VLLMRollout(SyncedRollout):
         with preserved_rng(trainer.accelerator.device):
             engine = self._started()
         engine.wipe_cache()  # its first weights are random, and NaNs in the cache would outlive a sync
-        self._why_blind = engine.why_blind if self.sees else None
-        self.sees = self.sees and self._why_blind is None
-        self._check_sight()
         trainer.accelerator.wait_for_everyone()  # else the others wait in a later collective for one still building
         self.set_up(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
@@ -96,14 +93,6 @@ class VLLMRollout(SyncedRollout):
         if self._mode == "adapter" and (lost := engine.unknown_layers(adapter_layers(self.trainer.model))):
             self._choose_sync(f"vLLM's model of the student has no separate layer for {lost[0]}")
         return engine
-
-    def _check_sight(self) -> None:
-        if self._why_blind and self.trainer.reads_images:
-            raise ValueError(f"The prompts have images, but {self._why_blind}: set `use_vllm=False`.")
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        self._check_sight()  # a stream may have images by now
-        return super().complete(prompt_ids, step)
 
     def _choose_sync(self, against: str | None) -> None:
         self._mode, why = chosen_sync(self.args.vllm_weight_sync, self.trainer.model, LORA_RANKS, against)

@@ -141,14 +141,14 @@ class TeacherServer(HTTPClient):
                     except WrongAnswerError:
                         raise
                     except BusyError as error:  # which is no failure
-                        said, pause = str(error), max(error.seconds, PAUSE)
+                        said = str(error)
                     except ServerError as error:
-                        said, pause, left = str(error), PAUSE, left - 1
+                        said, left = str(error), left - 1
                         if not left:
                             raise
                     finally:
                         alarm.cancel()
-                    await asyncio.sleep(pause)
+                    await asyncio.sleep(PAUSE)
         except TimeoutError:
             raise ServerError(
                 f"The {KIND.name} at {self.url} has not {what} within {seconds:g} seconds (from `{origin}`): see its "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,21 +208,6 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
     }
 )
 """Metrics that belong to no method, by their names in the training log."""
-
-
-def evaluated_names(
-    metrics: Mapping[str, Metric], datasets: Any, rewards: Collection[str]
-) -> tuple[list[str], tuple[str, ...]]:
-    """Names that evaluations log whenever there is a value, and prefixes of others; several `datasets` are named."""
-    starts = [f"eval_{name}_" for name in datasets] if isinstance(datasets, Mapping) else ["eval_"]
-    of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
-    logged = (
-        name for name, one in metrics.items() if one.logs.evaluated and (rewards or not name.startswith("reward"))
-    )
-    names = ("loss", "entropy", *of_rewards, *logged)
-    of_any_name = ("completions/", *(f"{one}/teacher/" for one in ("divergence", "entropy", "tokens", "loss_share")))
-    known = [start + name for start in starts for name in names]
-    return known, tuple(start + one for start in starts for one in of_any_name)
 
 
 def is_taken(name: str, metrics: Mapping[str, Metric]) -> bool:

@@ -138,15 +138,6 @@ class VLLMEngine:
         size: int = self._llm.llm_engine.vllm_config.cache_config.block_size
         return size
 
-    @property
-    def why_blind(self) -> str | None:
-        """Why it would read images otherwise than the student, or `None`."""
-        runner = self._worker.model_runner
-        is_causal = not all(one.backend.supports_mm_prefix() for group in runner.attn_groups for one in group)
-        if runner.model_config.is_mm_prefix_lm and is_causal:
-            return "vLLM's attention on this device ignores that tokens of an image attend to later ones of it"
-        return None
-
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     @preserved_process()
