@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trl_opsd.bytes import ranges
-from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.divergence import Bytewise, byte_logarithms, forks_needed
 from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
 from trl_opsd.bytes.table import OUTCOMES, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
@@ -215,8 +215,8 @@ def assert_equals_dense(gradients):
         held = torch.maximum(missed, mine.float()) <= 0.5
 
         def streamed(student, teacher):
-            given = vocabulary.table, spelled, Sampled(own, nll_weight), weights, chunk_tokens, 0.5
-            return bytewise_divergence(student, teacher, divergence, *given)
+            given = vocabulary.table, spelled, Sampled(own, nll_weight), chunk_tokens, 0.5
+            return Bytewise(student, teacher, divergence, *given).compared(weights)
 
         def dense(student, teacher):
             logs = dense_logs(student, vocabulary, ids, tree)
@@ -377,8 +377,8 @@ def test_step_costs_three_student_products_and_one_teacher_product(chunk_tokens)
     assert tokens * product <= forward.get_total_flops() < 1.2 * tokens * product
     with counted_flops() as step:
         pair = student, LazyLogits(logs, byte_head(own.device))
-        given = ReverseKL(), vocabulary.table, spelled, Sampled(own), None, chunk_tokens, 1.0
-        bytewise_divergence(*pair, *given).divergence.sum().backward()
+        given = ReverseKL(), vocabulary.table, spelled, Sampled(own), chunk_tokens, 1.0
+        Bytewise(*pair, *given).compared(None).divergence.sum().backward()
     assert step.get_total_flops() == 3 * forward.get_total_flops()
 
 
@@ -412,6 +412,6 @@ def test_indices_are_copied_once_for_all_tiles_without_waiting(monkeypatch, chun
         teacher = LazyLogits(torch.ones(len(spelled.token), OUTCOMES), byte_head(device))
         sampled, weights = Sampled(torch.ones(states, dtype=torch.long), torch.ones(states)), torch.ones(states)
     with BetweenDevices() as watch:
-        given = ReverseKL(), vocabulary.table, spelled, sampled, weights, chunk_tokens, 1e-3
-        bytewise_divergence(student, teacher, *given).divergence.sum().backward()
+        given = ReverseKL(), vocabulary.table, spelled, sampled, chunk_tokens, 1e-3
+        Bytewise(student, teacher, *given).compared(weights).divergence.sum().backward()
     assert watch.found == {("aten::_to_copy", True): 1}

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, whole_head
-from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.divergence import Bytewise, byte_logarithms, forks_needed
 from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden
 from trl_opsd.bytes.table import OUTCOMES, ByteTargets, CoveringTree, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
@@ -196,8 +196,8 @@ class ByteTeacher(Teacher):
     ) -> PerToken:  # fmt: skip
         """The divergence of tokens from targets, which have the teacher's temperature in them."""
         pair = LazyLogits(*student, objective.temperatures[0]), LazyLogits(*logarithms)
-        how = objective.chunk_tokens, self._most_missed
-        return bytewise_divergence(*pair, objective.divergence, self._student.table, spelled, sampled, weights_N, *how)
+        given = objective.divergence, self._student.table, spelled, sampled, objective.chunk_tokens, self._most_missed
+        return Bytewise(*pair, *given).compared(weights_N)
 
     @torch.no_grad()
     def _with_forks_of(
