@@ -95,7 +95,7 @@ def by_bytes(found: Findings) -> None:
         logs, _ = byte_logarithms(student, vocabulary.table, ids.to(device), spelled)
         if dtype == torch.float32:
             logits = (student.hidden.detach().double() @ student.head.weight.detach().double().T).cpu()
-            begins = torch.searchsorted(tree.token, torch.arange(tokens)).tolist()
+            begins = torch.searchsorted(torch.from_numpy(tree.token), torch.arange(tokens)).tolist()
             nodes = [(place, [(one, int(ids[one])) for one in range(at)]) for at, place in enumerate(begins)]
             outcomes = [byte for one in vocabulary.spelled(ids.tolist()) for byte in one or ()]
             expected = dense_byte_logarithms(logits, vocabulary.texts, outcomes, nodes, FLOOR)

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
+import numpy
 import pytest
 import torch
 from heads import logits_of, of_logits
@@ -42,7 +43,7 @@ def row_of(vocabulary, text=TEXT, read="all", more="abab"):
     """The tokens of a text with a special one in the middle, and their tree, of which some forks are read."""
     ids = [*vocabulary.ids_of(text), vocabulary.tokenizer.eos_token_id, *vocabulary.ids_of(more)]
     (tree,) = vocabulary.trees([ids])
-    draw, chosen = random.Random(0), torch.zeros(len(tree.fork), dtype=torch.bool)
+    draw, chosen = random.Random(0), numpy.zeros(len(tree.fork), bool)
     for number, parent in enumerate((tree.fork[:, 1] - tree.tokens).tolist()):
         wanted = {"all": True, "none": False, "some": draw.random() < 0.6}[read]
         chosen[number] = wanted and (parent < 0 or bool(chosen[parent]))
@@ -156,7 +157,7 @@ def test_an_odd_token_does_not_double_a_long_text():
     (whole,), (other,) = vocabulary.trees([ids]), vocabulary.trees([odd])
     assert len(whole.token) == len(other.token) == 3000
     assert len(other.leaves) < 1.5 * len(whole.leaves)
-    spelled = spelled_of(replace(other, read=torch.ones(len(other.fork), dtype=torch.bool), column=COLUMN))
+    spelled = spelled_of(replace(other, read=numpy.ones(len(other.fork), bool), column=COLUMN))
     model = drawn(vocabulary, len(spelled.places))
     plan = ranges.Plan.of(model, 32, vocabulary.table, ids_at(spelled, odd), spelled)
     assert max(one.states.stop - one.states.start for one in plan.tiles) < 250
@@ -194,7 +195,7 @@ def test_tokens_that_no_tokenizer_would_write_are_read():
     assert [vocabulary.texts[one] for one in tree.fork[:, 2]] == [b"ab", b"abc", b"a", b"abcab", b" ", b" a"]
     # Of all these up to the byte after `abcab`; then of those that the row's own tokens follow.
     for read, positions in (([True] * 6, slice(6)), ([True] * 3 + [False] + [True] * 2, slice(None))):
-        some = replace(tree, read=torch.tensor(read), column=COLUMN)
+        some = replace(tree, read=numpy.array(read), column=COLUMN)
         spelled = spelled_of(some)
         model = drawn(vocabulary, len(spelled.places))
         found, _ = byte_logarithms(model, vocabulary.table, ids_at(spelled, ids), spelled)

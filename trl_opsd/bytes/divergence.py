@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trl_opsd.bytes.ranges import ByteTile, Plan, Tile
-from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree, Spelled
+from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree, Numbers, Spelled
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.sampled import against_sampler
 from trl_opsd.losses.streamed import folded
@@ -67,27 +67,24 @@ def byte_logarithms(
 def forks_needed(
     model: LazyLogits, table: ByteTable, ids: Tensor, trees: Sequence[CoveringTree], most_missed: float,
     chunk_tokens: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Numbers]:  # fmt: skip
     """Which forks have to be read so that no more than a share of a distribution is missed; of each row [F], bool.
 
     Arguments are those of [`byte_logarithms`], of rows without forks: all tokens of each tree.
     """
-    sizes = [one.tokens for one in trees]
-    starts, forks = [*accumulate(sizes, initial=0)][:-1], torch.cat([one.fork for one in trees])
-    spelled = Spelled.of(trees, None, starts, torch.arange(sum(sizes)), undecided=True)
+    whole = CoveringTree.joined(trees)
+    spelled = Spelled.of([whole], None, [0], torch.arange(whole.tokens), undecided=True)
     plan = Plan.of(model, chunk_tokens, table, ids, spelled, outcomes=False)
-    device = plan.token_P.device
-    of_rows = [torch.full((len(one.fork),), size) for one, size in zip(trees, sizes, strict=True)]
-    follows_F, needed_F = forks[:, 1] >= torch.cat(of_rows), torch.zeros(len(forks), dtype=torch.int32, device=device)
-    on_device = follows_F.to(device)
+    device, parent_F = plan.token_P.device, whole.fork[:, 1] - whole.tokens
+    follows_F = torch.from_numpy(parent_F >= 0).to(device)
+    needed_F = torch.zeros(len(parent_F), dtype=torch.int32, device=device)
     for tile in plan.tiles:
-        ByteTile(plan, tile, outcomes=False).need_(needed_F, on_device, most_missed)
-    each = (needed_F.cpu() > 0).split([len(one.fork) for one in trees])
+        ByteTile(plan, tile, outcomes=False).need_(needed_F, follows_F, most_missed)
+    needed = (needed_F.cpu() > 0).numpy()
     # Only with those that they follow, which come before them.
-    for tree, size, needed in zip(trees, sizes, each, strict=True):
-        for number in (needed & (tree.fork[:, 1] >= size)).nonzero().squeeze(1).tolist():
-            needed[number] = needed[int(tree.fork[number, 1]) - size]
-    return list(each)
+    for number in (needed & (parent_F >= 0)).nonzero()[0]:
+        needed[number] = needed[parent_F[number]]
+    return np.split(needed, np.cumsum([len(one.fork) for one in trees])[:-1])
 
 
 @dataclass(frozen=True, slots=True)
