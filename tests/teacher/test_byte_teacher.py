@@ -342,8 +342,9 @@ def test_beginnings_before_tokens_that_do_not_count_are_read():
     assert whole.last.tolist() == [0, 1, 2, 4]
     # A token that the teacher does not read has no byte, but it counts, and is pulled towards.
     assert Spelled.of([tree], [row.missed], [10], torch.tensor([10, 17])).places.tolist() == [10, 17]
-    given = [[0, 1, 1, 1], [[2, 1, 9]], [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 1, 8]], numpy.zeros((0, 2))]
-    longer = CoveringTree(*map(numpy.array, given), read=numpy.array([True]), column=50)
+    given = [[0, 1, 1, 1], [[2, 1, 9]], [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 1, 8]]]
+    none = numpy.zeros((0, 2), int)
+    longer = CoveringTree(*map(numpy.array, given), none, read=numpy.array([True]), column=50)
     assert Spelled.of([longer], [row.missed], [0], torch.arange(2)).last.tolist() == [0, 1, 2, 2]
     cut = row.cut(3)
     assert len(cut.hidden) == len(cut.missed) == len(cut.tree.token) == 3
