@@ -31,11 +31,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
 from trl_opsd.losses.objective import Objective
-from trl_opsd.losses.token_selection import EARLY, LATE, Selection
+from trl_opsd.methods.selection import LATE, TokenSelection
 from trl_opsd.teacher.comparison import Comparison, compared, tokens_by_teacher
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
-CRITERIA = (None, *EARLY, *LATE)
+CRITERIA = (None, "prefix", "random", *LATE)
 """`None` learns from all tokens."""
 
 
@@ -70,8 +70,8 @@ class Batch:
         """The loss and its gradient, as a micro-batch has it."""
         weights_BC, late = self.weights_BC, None
         if criterion is not None:
-            selection = Selection(criterion, self.fraction)
-            late = selection if selection.is_late else None
+            selection = TokenSelection(criterion, self.fraction)
+            late = selection if selection.by_token else None
             seeds = range(len(weights_BC))
             weights_BC = selection.thinned(weights_BC) if late else selection.chosen(weights_BC, seeds)
         heads = [self.teacher_head]

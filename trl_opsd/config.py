@@ -15,9 +15,8 @@ from trl_opsd._compat.values import Natural, NotNegative, Positive, Share, Unit
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
 from trl_opsd.data.prompts import check_template
-from trl_opsd.losses import Divergence
+from trl_opsd.losses import Divergence, divergence_of
 from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import check_sampled, settle_loading, settle_sampling, with_help

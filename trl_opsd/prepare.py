@@ -41,7 +41,7 @@ from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import look_at
 from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
-from trl_opsd.losses.registry import divergence_of
+from trl_opsd.losses import divergence_of
 from trl_opsd.methods import built
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import check

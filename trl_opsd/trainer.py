@@ -26,9 +26,8 @@ from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.turns import Turns
-from trl_opsd.losses import Divergence, SampledReverseKL
+from trl_opsd.losses import Divergence, SampledReverseKL, divergence_of
 from trl_opsd.losses.objective import Objective
-from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Method

@@ -15,7 +15,7 @@ from timing import median
 from gpu_checks.findings import Findings
 from gpu_checks.losses import SHARED, SHARED_TOY, sizes
 from trl_opsd.bytes.covering import Cutter, Nodes
-from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence
+from trl_opsd.bytes.divergence import Bytewise, byte_logarithms
 from trl_opsd.bytes.ranges import dense_byte_logarithms
 from trl_opsd.bytes.table import Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
@@ -95,15 +95,17 @@ def by_bytes(found: Findings) -> None:
         logs, _ = byte_logarithms(student, vocabulary.table, ids.to(device), spelled)
         if dtype == torch.float32:
             logits = (student.hidden.detach().double() @ student.head.weight.detach().double().T).cpu()
-            begins = torch.searchsorted(tree.token, torch.arange(tokens)).tolist()
+            begins = torch.searchsorted(torch.from_numpy(tree.token), torch.arange(tokens)).tolist()
             nodes = [(place, [(one, int(ids[one])) for one in range(at)]) for at, place in enumerate(begins)]
             outcomes = [byte for one in vocabulary.spelled(ids.tolist()) for byte in one or ()]
             expected = dense_byte_logarithms(logits, vocabulary.texts, outcomes, nodes, FLOOR)
             error = float((logs.cpu() - expected).abs().max())
             found.at_most("by bytes, float32: error of logarithms", error, 1e-4, "nats")
-    given = ReverseKL(), vocabulary.table, spelled, Sampled(ids.to(device)), None, None, 1.0
+    given = ReverseKL(), vocabulary.table, spelled, Sampled(ids.to(device)), None, 1.0
     programs = {
-        "bytes": lambda one, other: bytewise_divergence(one, LazyLogits(logs, byte_head(device)), *given).divergence,
+        "bytes": lambda one, other: (
+            Bytewise(one, LazyLogits(logs, byte_head(device)), *given).compared(None).divergence
+        ),
         "tokens": lambda one, other: streamed_divergence(one, other, ReverseKL()).divergence,
     }
     repeats = 3 if found.full else 1

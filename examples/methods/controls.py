@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 
 from trl_opsd import Method
 from trl_opsd.losses import Divergence
-from trl_opsd.losses.token_selection import Selection
+from trl_opsd.methods.selection import TokenSelection
 
 
 class Shuffled(Method):
@@ -50,7 +50,7 @@ class Constant(Method):
     adds_nll = by_token = True
 
     def __post_init__(self):
-        self.least = Selection("student_surprise", 0.2)
+        self.least = TokenSelection("student_surprise", 0.2)
 
     def before(self, rows):
         for row in rows:

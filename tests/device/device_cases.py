@@ -30,7 +30,7 @@ from visits import SkipNear
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.bytes import teacher as bytewise
-from trl_opsd.losses.registry import DIVERGENCES
+from trl_opsd.losses import DIVERGENCES
 from trl_opsd.teacher import comparison
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)

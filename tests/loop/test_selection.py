@@ -13,10 +13,11 @@ from support import tiny
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import ForwardKL, LazyLogits, OutputHead, ReverseKL, dense_divergence
 from trl_opsd.losses.objective import Objective
-from trl_opsd.losses.token_selection import EARLY, LATE, Selection
+from trl_opsd.methods.selection import LATE, TokenSelection
 from trl_opsd.teacher.comparison import Comparison, best, compared, tokens_by_teacher
 from trl_opsd.types import LossParts, Rollout, RowTargets, Sampled, TeacherTargets
 
+EARLY = ("prefix", "random")
 CRITERIA = (*EARLY, *LATE)
 FRACTION = 0.4
 SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 1}
@@ -117,14 +118,14 @@ def test_gradient_is_that_of_the_mean_over_kept_tokens(make_trainer, way):
     ("fraction", "tokens", "kept"), [(0.3, 10, 3), (0.3, 11, 4), (0.07, 100, 7), (0.01, 1, 1), (0.5, 0, 0)]
 )
 def test_kept_share_is_rounded_up_to_whole_tokens(fraction, tokens, kept):
-    assert Selection("prefix", fraction).kept(tokens) == kept
+    assert TokenSelection("prefix", fraction).kept(tokens) == kept
 
 
 def share_of(weights_BC, fraction):
     rows, columns = weights_BC.shape
     targets = TeacherTargets.by_row([RowTargets(torch.zeros(columns, 2), torch.arange(columns))] * rows, columns)
     (share,) = tokens_by_teacher(
-        [OutputHead(torch.zeros(3, 2))], targets, weights_BC, Selection("student_entropy", fraction)
+        [OutputHead(torch.zeros(3, 2))], targets, weights_BC, TokenSelection("student_entropy", fraction)
     )
     return share
 
@@ -151,7 +152,7 @@ def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     head, weights_BC, ids = OutputHead(torch.eye(5)), torch.ones(1, 6), torch.zeros(1, 6, dtype=torch.long)
     rollout = Rollout(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids + 1, weights=weights_BC)
     targets = TeacherTargets.by_row([RowTargets(teacher_CV, torch.arange(6))], 6)
-    selection = Selection("teacher_divergence", 0.5)
+    selection = TokenSelection("teacher_divergence", 0.5)
     given = tokens_by_teacher([head], targets, weights_BC, selection)
     objective = Objective(divergence=divergence, kl_clip=0.01, selection=selection)
     found = compared(Comparison(rollout, targets, given, student_CV[None]), head, [head], 6.0, objective)
@@ -193,7 +194,9 @@ def test_neither_model_reads_beyond_the_prefix(make_trainer):
 
         model.get_input_embeddings().register_forward_hook(count)
     trainer.train()
-    expected = sum(len(prompt) + Selection("prefix", FRACTION).kept(len(answer)) for prompt, answer in rows.items())
+    expected = sum(
+        len(prompt) + TokenSelection("prefix", FRACTION).kept(len(answer)) for prompt, answer in rows.items()
+    )
     assert list(read.values()) == [expected] * 2
     assert expected < sum(len(prompt) + len(answer) for prompt, answer in rows.items())
 
@@ -219,7 +222,7 @@ def test_evaluation_uses_all_tokens_and_training_logs_the_kept_share(make_traine
     trainer.train()
     (logged,) = (row for row in trainer.state.log_history if "loss" in row)
     lengths = [len(ids) for ids in tiny.recorded(tiny.tokenizer()).values()]
-    kept = sum(Selection(criterion, FRACTION).kept(n) for n in lengths)
+    kept = sum(TokenSelection(criterion, FRACTION).kept(n) for n in lengths)
     assert logged["selection/share"] == pytest.approx(kept / sum(lengths))
     assert ("selection/score" in logged) == (criterion in LATE)
     if criterion in SCORED_BY:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
+import numpy
 import pytest
 import torch
 from heads import logits_of, of_logits
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trl_opsd.bytes import ranges
-from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.divergence import Bytewise, byte_logarithms, forks_needed
 from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
 from trl_opsd.bytes.table import OUTCOMES, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
@@ -42,7 +43,7 @@ def row_of(vocabulary, text=TEXT, read="all", more="abab"):
     """The tokens of a text with a special one in the middle, and their tree, of which some forks are read."""
     ids = [*vocabulary.ids_of(text), vocabulary.tokenizer.eos_token_id, *vocabulary.ids_of(more)]
     (tree,) = vocabulary.trees([ids])
-    draw, chosen = random.Random(0), torch.zeros(len(tree.fork), dtype=torch.bool)
+    draw, chosen = random.Random(0), numpy.zeros(len(tree.fork), bool)
     for number, parent in enumerate((tree.fork[:, 1] - tree.tokens).tolist()):
         wanted = {"all": True, "none": False, "some": draw.random() < 0.6}[read]
         chosen[number] = wanted and (parent < 0 or bool(chosen[parent]))
@@ -156,7 +157,7 @@ def test_an_odd_token_does_not_double_a_long_text():
     (whole,), (other,) = vocabulary.trees([ids]), vocabulary.trees([odd])
     assert len(whole.token) == len(other.token) == 3000
     assert len(other.leaves) < 1.5 * len(whole.leaves)
-    spelled = spelled_of(replace(other, read=torch.ones(len(other.fork), dtype=torch.bool), column=COLUMN))
+    spelled = spelled_of(replace(other, read=numpy.ones(len(other.fork), bool), column=COLUMN))
     model = drawn(vocabulary, len(spelled.places))
     plan = ranges.Plan.of(model, 32, vocabulary.table, ids_at(spelled, odd), spelled)
     assert max(one.states.stop - one.states.start for one in plan.tiles) < 250
@@ -194,7 +195,7 @@ def test_tokens_that_no_tokenizer_would_write_are_read():
     assert [vocabulary.texts[one] for one in tree.fork[:, 2]] == [b"ab", b"abc", b"a", b"abcab", b" ", b" a"]
     # Of all these up to the byte after `abcab`; then of those that the row's own tokens follow.
     for read, positions in (([True] * 6, slice(6)), ([True] * 3 + [False] + [True] * 2, slice(None))):
-        some = replace(tree, read=torch.tensor(read), column=COLUMN)
+        some = replace(tree, read=numpy.array(read), column=COLUMN)
         spelled = spelled_of(some)
         model = drawn(vocabulary, len(spelled.places))
         found, _ = byte_logarithms(model, vocabulary.table, ids_at(spelled, ids), spelled)
@@ -215,8 +216,8 @@ def assert_equals_dense(gradients):
         held = torch.maximum(missed, mine.float()) <= 0.5
 
         def streamed(student, teacher):
-            given = vocabulary.table, spelled, Sampled(own, nll_weight), weights, chunk_tokens, 0.5
-            return bytewise_divergence(student, teacher, divergence, *given)
+            given = vocabulary.table, spelled, Sampled(own, nll_weight), chunk_tokens, 0.5
+            return Bytewise(student, teacher, divergence, *given).compared(weights)
 
         def dense(student, teacher):
             logs = dense_logs(student, vocabulary, ids, tree)
@@ -377,8 +378,8 @@ def test_step_costs_three_student_products_and_one_teacher_product(chunk_tokens)
     assert tokens * product <= forward.get_total_flops() < 1.2 * tokens * product
     with counted_flops() as step:
         pair = student, LazyLogits(logs, byte_head(own.device))
-        given = ReverseKL(), vocabulary.table, spelled, Sampled(own), None, chunk_tokens, 1.0
-        bytewise_divergence(*pair, *given).divergence.sum().backward()
+        given = ReverseKL(), vocabulary.table, spelled, Sampled(own), chunk_tokens, 1.0
+        Bytewise(*pair, *given).compared(None).divergence.sum().backward()
     assert step.get_total_flops() == 3 * forward.get_total_flops()
 
 
@@ -412,6 +413,6 @@ def test_indices_are_copied_once_for_all_tiles_without_waiting(monkeypatch, chun
         teacher = LazyLogits(torch.ones(len(spelled.token), OUTCOMES), byte_head(device))
         sampled, weights = Sampled(torch.ones(states, dtype=torch.long), torch.ones(states)), torch.ones(states)
     with BetweenDevices() as watch:
-        given = ReverseKL(), vocabulary.table, spelled, sampled, weights, chunk_tokens, 1e-3
-        bytewise_divergence(student, teacher, *given).divergence.sum().backward()
+        given = ReverseKL(), vocabulary.table, spelled, sampled, chunk_tokens, 1e-3
+        Bytewise(student, teacher, *given).compared(weights).divergence.sum().backward()
     assert watch.found == {("aten::_to_copy", True): 1}

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import torch
 from support import tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -51,8 +52,8 @@ def outcomes(vocabulary: ByteVocabulary, ids: Sequence[int]) -> list[int]:
 
 def nodes_of(tree: CoveringTree, ids: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
     """Of each state of a tree, in their order, the position and the path, as the dense loss takes them."""
-    offsets = torch.searchsorted(tree.token, torch.arange(tree.tokens)).tolist()
-    read = tree.read.nonzero().squeeze(1).tolist()
+    offsets = numpy.searchsorted(tree.token, numpy.arange(tree.tokens)).tolist()
+    read = tree.read.nonzero()[0].tolist()
     nodes = [(offset, number) for number, offset in enumerate(offsets)]
     nodes += [(int(tree.fork[one, 0]), tree.tokens + one) for one in read]
     nodes.sort(key=lambda node: node[0])

@@ -15,11 +15,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from trl_opsd.bytes.table import ROOT, CoveringTree, Numbers, joined
+from trl_opsd.bytes.table import ROOT, CoveringTree, Numbers
 
 _REMEMBERED = 256_000_000
 """Bytes of the pieces that are remembered."""
@@ -48,15 +48,6 @@ class Nodes:
         return found
 
 
-class _Piece(NamedTuple):
-    """A region with its tokens, as a part of a tree: numbers of positions, tokens and forks are its own."""
-
-    token_L: Numbers
-    fork_F3: Numbers
-    reads_R3: Numbers
-    leaves_X2: Numbers
-
-
 class Cutter:
     """Finds the covering trees of texts.
 
@@ -66,7 +57,7 @@ class Cutter:
     """
 
     def __init__(self, vocabulary: Any) -> None:
-        self._words, self._pieces, self._held = vocabulary, dict[tuple[int, ...], tuple[_Piece, ...]](), 0
+        self._words, self._pieces, self._held = vocabulary, dict[tuple[int, ...], tuple[CoveringTree, ...]](), 0
         self._texts: Sequence[bytes | None] = vocabulary.texts
         spelled = [one for one in self._texts if one]
         joined, ends = np.frombuffer(b"".join(spelled), np.uint8), np.cumsum([len(one) for one in spelled])
@@ -91,10 +82,11 @@ class Cutter:
             self._learn(new)
         found = [self._tree([*chain.from_iterable(self._pieces[one] for one in part)]) for part in parts]
         for ids in new:
-            if sum(len(one.token_L) for one in self._pieces[ids]) > _LONG:  # which hardly comes again
+            if sum(len(one.token) for one in self._pieces[ids]) > _LONG:  # which hardly comes again
                 del self._pieces[ids]
             else:
-                self._held += sum(array.nbytes for one in self._pieces[ids] for array in one)
+                each = ((one.token, one.fork, one.reads, one.leaves) for one in self._pieces[ids])
+                self._held += sum(array.nbytes for array in chain.from_iterable(each))
         return found
 
     def _parts(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
@@ -118,8 +110,8 @@ class Cutter:
         for ids, texts, region, walk_3W, nodes in zip(pieces, spelled, regions, walks, each, strict=True):
             if not region:
                 nothing = np.zeros((0, 3), np.int32)
-                alone = _Piece(np.zeros(1, np.int32), nothing, np.array([[0, 0, ROOT]], np.int32), nothing[:, :2])
-                self._pieces[ids] = (alone,)
+                of_one = np.zeros(1, np.int32), nothing, np.array([[0, 0, ROOT]], np.int32), nothing[:, :2]
+                self._pieces[ids] = (CoveringTree(*of_one, read=np.zeros(0, bool)),)
             elif len(region) > _LONG and (at := _agree_again(ids, texts, nodes, len(region))):
                 # Beside tokens that are not canonical the others would be forks up to the end of a long region.
                 parts = ids[:at], ids[at:]
@@ -227,15 +219,16 @@ class Cutter:
         fits = last is not None and last < len(self._texts) and region[:place].endswith(self._texts[last] or b"\0")
         return last if fits else None
 
-    def _tree(self, pieces: Sequence[_Piece]) -> CoveringTree:
-        token_P, fork_F3, reads_R3, leaves_X2 = joined(pieces)
+    def _tree(self, pieces: Sequence[CoveringTree]) -> CoveringTree:
+        whole = CoveringTree.joined(pieces)
         # A piece adds to the first byte after it, where there is one.
-        fork_F3, reads_R3, leaves_X2 = (one[one[:, 0] < len(token_P)] for one in (fork_F3, reads_R3, leaves_X2))
-        reads_R3, leaves_X2 = (one[np.lexsort((one[:, 1], one[:, 0]))] for one in (reads_R3, leaves_X2))
-        return CoveringTree.of(token_P, fork_F3, reads_R3, leaves_X2)
+        fork_F3, *others = (one[one[:, 0] < len(whole.token)] for one in (whole.fork, whole.reads, whole.leaves))
+        reads_R3, leaves_X2 = (one[np.lexsort((one[:, 1], one[:, 0]))] for one in others)
+        return CoveringTree(whole.token, fork_F3, reads_R3, leaves_X2, read=np.zeros(len(fork_F3), bool))
 
 
-def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes, walk_3W: Numbers) -> _Piece:
+def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes, walk_3W: Numbers) -> CoveringTree:
+    """A region with its tokens, as a part of a tree: numbers of positions, tokens and forks are its own."""
     sizes = np.array([len(one or b"") for one in texts])
     starts, length = sizes.cumsum() - sizes, int(sizes.sum())
     place_K, parent_K, token_K = (np.array(one, np.int64) for one in (nodes.place, nodes.parent, nodes.token))
@@ -268,7 +261,7 @@ def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes, walk
     spans_F = last_K[forks] - place_K[forks] + 1
     leaves_X2 = np.stack([_ranges(place_K[forks], spans_F), np.repeat(np.arange(len(forks)), spans_F)], 1)
     found = np.repeat(np.arange(len(ids)), sizes), fork_F3, reads_R3, leaves_X2
-    return _Piece(*(one.astype(np.int32) for one in found))
+    return CoveringTree(*(one.astype(np.int32) for one in found), read=np.zeros(len(forks), bool))
 
 
 def _ranges(starts: Numbers, counts: Numbers) -> Numbers:

@@ -18,17 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trl_opsd.bytes.ranges import ByteTile, Plan, Tile
-from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree, Spelled
+from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree, Numbers, Spelled
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.sampled import against_sampler
-from trl_opsd.losses.side import Side, addmm_
-from trl_opsd.losses.streamed import _Streamed
+from trl_opsd.losses.streamed import folded
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 _COLUMNS = 64
@@ -68,104 +67,70 @@ def byte_logarithms(
 def forks_needed(
     model: LazyLogits, table: ByteTable, ids: Tensor, trees: Sequence[CoveringTree], most_missed: float,
     chunk_tokens: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Numbers]:  # fmt: skip
     """Which forks have to be read so that no more than a share of a distribution is missed; of each row [F], bool.
 
     Arguments are those of [`byte_logarithms`], of rows without forks: all tokens of each tree.
     """
-    sizes = [one.tokens for one in trees]
-    starts, forks = [*accumulate(sizes, initial=0)][:-1], torch.cat([one.fork for one in trees])
-    spelled = Spelled.of(trees, None, starts, torch.arange(sum(sizes)), undecided=True)
+    whole = CoveringTree.joined(trees)
+    spelled = Spelled.of([whole], None, [0], torch.arange(whole.tokens), undecided=True)
     plan = Plan.of(model, chunk_tokens, table, ids, spelled, outcomes=False)
-    device = plan.token_P.device
-    of_rows = [torch.full((len(one.fork),), size) for one, size in zip(trees, sizes, strict=True)]
-    follows_F, needed_F = forks[:, 1] >= torch.cat(of_rows), torch.zeros(len(forks), dtype=torch.int32, device=device)
-    on_device = follows_F.to(device)
+    device, parent_F = plan.token_P.device, whole.fork[:, 1] - whole.tokens
+    follows_F = torch.from_numpy(parent_F >= 0).to(device)
+    needed_F = torch.zeros(len(parent_F), dtype=torch.int32, device=device)
     for tile in plan.tiles:
-        ByteTile(plan, tile, outcomes=False).need_(needed_F, on_device, most_missed)
-    each = (needed_F.cpu() > 0).split([len(one.fork) for one in trees])
+        ByteTile(plan, tile, outcomes=False).need_(needed_F, follows_F, most_missed)
+    needed = (needed_F.cpu() > 0).numpy()
     # Only with those that they follow, which come before them.
-    for tree, size, needed in zip(trees, sizes, each, strict=True):
-        for number in (needed & (tree.fork[:, 1] >= size)).nonzero().squeeze(1).tolist():
-            needed[number] = needed[int(tree.fork[number, 1]) - size]
-    return list(each)
-
-
-def bytewise_divergence(
-    student: LazyLogits,
-    teacher: LazyLogits,
-    divergence: Divergence,
-    table: ByteTable,
-    spelled: Spelled,
-    sampled: Sampled,
-    weights: Tensor | None,
-    chunk_tokens: int | None,
-    most_missed: float,
-) -> PerToken:
-    """The divergence of each token, summed over its bytes, in nats, for three products with the student's head.
-
-    Args:
-        student ([`LazyLogits`]):
-            Hidden states [N, H] and head [V, H]. Rows follow each other.
-        teacher ([`LazyLogits`]):
-            Logarithms of the teacher's distributions [P, 257], with [`~bytes.table.byte_head`].
-        divergence ([`Divergence`]):
-            Compares the 257 outcomes of each position.
-        table ([`~bytes.table.ByteTable`]):
-            The student's vocabulary.
-        spelled ([`~bytes.table.Spelled`]):
-            The byte positions of the tokens.
-        sampled ([`~types.Sampled`]):
-            The N tokens, and the weight of `-log p` there.
-        weights (`torch.Tensor`, *optional*):
-            [N], constants; the weight of a byte is that of its token.
-        chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time.
-        most_missed (`float`):
-            Largest share of a distribution that may be missed; positions above it are left out.
-
-    Returns:
-        [`PerToken`]: the gradient is valid for the sum over tokens, however scaled.
-    """
-    fold = _Fold(student, teacher, divergence, table, spelled, sampled, chunk_tokens, most_missed)
-    inputs = (student.hidden, student.head.weight, student.head.bias)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        values = _Streamed.apply(*inputs, weights, fold)
-    else:
-        values, _ = fold.run(weights, (False, False, False))
-    value_N, student_entropy_N, teacher_entropy_N, nll_N, outcomes_N, compared_N, escaped_N, lost_N, own_N = values
-    logprobs_N = (
-        sampled.logprobs
-        if weights is None or sampled.logprobs is None
-        else sampled.logprobs.where(weights != 0, torch.nan)
-    )
-    kl_N, known_N = (None, None) if logprobs_N is None else against_sampler(own_N, logprobs_N)
-    return PerToken(
-        divergence=value_N,
-        student_entropy=student_entropy_N,
-        teacher_entropy=teacher_entropy_N,
-        nll=None if sampled.nll_weight is None else nll_N,
-        sampler_kl=kl_N,
-        sampler_known=known_N,
-        outcomes=outcomes_N,
-        compared=compared_N,
-        escaped=escaped_N,
-        lost=lost_N,
-    )
+    for number in (needed & (parent_F >= 0)).nonzero()[0]:
+        needed[number] = needed[parent_F[number]]
+    return np.split(needed, np.cumsum([len(one.fork) for one in trees])[:-1])
 
 
 @dataclass(frozen=True, slots=True)
-class _Fold:
-    """One pass over the tokens, with all of its inputs but the weights."""
+class Bytewise:
+    """How tokens of two models are compared by their bytes, for three products with the student's head."""
 
     student: LazyLogits
+    """Hidden states [N, H] and head [V, H]. Rows follow each other."""
     teacher: LazyLogits
+    """Logarithms of the teacher's distributions [P, 257], with [`~bytes.table.byte_head`]."""
     divergence: Divergence
+    """Compares the 257 outcomes of each position."""
     table: ByteTable
+    """The student's vocabulary."""
     spelled: Spelled
+    """The byte positions of the tokens."""
     sampled: Sampled
+    """The N tokens, and the weight of `-log p` there."""
     chunk_tokens: int | None
+    """Tokens whose logits exist at a time."""
     most_missed: float
+    """Largest share of a distribution that may be missed; positions above it are left out."""
+
+    def compared(self, weights: Tensor | None) -> PerToken:
+        """The divergence of each token, summed over its bytes, in nats; the weight of a byte is that of its token.
+
+        The gradient is valid for the sum over tokens, however scaled.
+        """
+        value_N, student_entropy_N, teacher_entropy_N, nll_N, *others = folded(self, weights)
+        outcomes_N, compared_N, escaped_N, lost_N, own_N = others
+        logprobs_N = self.sampled.logprobs
+        if logprobs_N is not None and weights is not None:
+            logprobs_N = logprobs_N.where(weights != 0, torch.nan)
+        kl_N, known_N = (None, None) if logprobs_N is None else against_sampler(own_N, logprobs_N)
+        return PerToken(
+            divergence=value_N,
+            student_entropy=student_entropy_N,
+            teacher_entropy=teacher_entropy_N,
+            nll=None if self.sampled.nll_weight is None else nll_N,
+            sampler_kl=kl_N,
+            sampler_known=known_N,
+            outcomes=outcomes_N,
+            compared=compared_N,
+            escaped=escaped_N,
+            lost=lost_N,
+        )
 
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
@@ -178,6 +143,8 @@ class _Fold:
         gradients = [
             torch.zeros(one, device=device) if want else None for one, want in zip(shapes, wanted, strict=True)
         ]
+        hidden_NH, *head = gradients
+        of_tokens = [None if gradient is None else gradient[: len(self.table.order)] for gradient in head]
         found_9N = torch.zeros(9, tokens, device=device)
         weights_N = torch.ones(tokens, device=device) if weights_N is None else weights_N
         for tile in plan.tiles:
@@ -190,8 +157,8 @@ class _Fold:
             if any(wanted):
                 gradient_SV = part.gradient_(*torch.autograd.grad(value, leaves, materialize_grads=True))
                 given_ST = gradient_SV[:, : len(self.table.order)].to(dtype)
-                self._add(plan.side, given_ST, tile.states, gradients)
-        _by_id(gradients[1:], plan.table)
+                plan.side.backproject_(given_ST, tile.states, hidden_NH, *of_tokens, adds=True)
+        _by_id(head, plan.table)
         return tuple(found_9N), tuple(gradients)
 
     def _compared(self, plan: Plan, tile: Tile, part: ByteTile, weights_N: Tensor, found_9N: Tensor) -> Tensor:
@@ -222,17 +189,6 @@ class _Fold:
         for column, values_N in by_token.items():
             found_9N[column, tokens] += values_N.detach()
         return value
-
-    def _add(self, side: Side, given_ST: Tensor, states: slice, gradients: list[Tensor | None]) -> None:
-        """Adds what the gradient of some logits is for hidden states, and the first rows of weight and bias."""
-        hidden_NH, weight_VH, bias_V = gradients
-        slope = side.gain * (1.0 if side.finish.cap is None else side.finish.cap)
-        if hidden_NH is not None:
-            addmm_(hidden_NH[states], given_ST, side.weight_VH, alpha=slope, beta=1)
-        if weight_VH is not None:
-            addmm_(weight_VH[: given_ST.size(1)], given_ST.T, side.hidden_NH[states], alpha=slope, beta=1)
-        if bias_V is not None:
-            bias_V[: given_ST.size(1)].add_(given_ST.sum(0, dtype=torch.float32), alpha=slope)
 
 
 def _by_id(gradients: list[Tensor | None], table: ByteTable) -> None:

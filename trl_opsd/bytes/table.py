@@ -64,32 +64,39 @@ class CoveringTree:
     fork that is `read` is a further token of a forward pass, which follows the node that is its parent.
     """
 
-    token: Tensor
+    token: Numbers
     """[P], int64: the number of each position's token."""
-    fork: Tensor
+    fork: Numbers
     """[F, 3], int64: the position before which it ends, ascending; its parent; and its token."""
-    reads: Tensor
+    reads: Numbers
     """[R, 3], int64: a position, ascending; a node; and the node of the table of the bytes between. Tokens that begin
     with them at that border are a part of the position's distribution."""
-    leaves: Tensor
+    leaves: Numbers
     """[X, 2], int64: a position, ascending, and a fork; sequences through it may be a part of its distribution."""
-    read: Tensor
+    read: Numbers = field(kw_only=True)
     """[F], bool: whether the states after these forks are computed; only together with those of their parents."""
-    column: int = 0
+    column: int = field(default=0, kw_only=True)
     """The column of a pass over completions after which the forks that are read come, in order."""
 
     @classmethod
-    def of(cls, token_P: Numbers, fork_F3: Numbers, reads_R3: Numbers, leaves_X2: Numbers) -> CoveringTree:
-        """A tree without forks to read."""
-        token, fork, reads, leaves = (
-            torch.from_numpy(np.ascontiguousarray(one, np.int64)) for one in (token_P, fork_F3, reads_R3, leaves_X2)
-        )
-        return cls(token, fork, reads, leaves, torch.zeros(len(fork), dtype=torch.bool))
+    def joined(cls, trees: Sequence[CoveringTree]) -> CoveringTree:
+        """The trees of texts that follow each other as one: its nodes are the borders of all tokens, then all forks."""
+        nothing = (np.zeros(shape, np.int64) for shape in ((0,), (0, 3), (0, 3), (0, 2)))
+        each = [cls(*nothing, read=np.zeros(0, bool)), *trees]
+        parts = [(one.token, one.fork, one.reads, one.leaves, one.read) for one in each]
+        sizes, forks, reads, leaves, _ = np.array([[*map(len, one)] for one in parts]).T
+        tokens = np.array([one.tokens for one in each])
+        of_positions, of_tokens, of_forks = (one.cumsum() - one for one in (sizes, tokens, forks))
+        token_P, fork_F3, reads_R3, leaves_X2, read_F = map(np.concatenate, zip(*parts, strict=True))
 
-    @property
-    def numbers(self) -> tuple[Numbers, ...]:
-        """`token`, `fork`, `reads` and `leaves`."""
-        return self.token.numpy(), self.fork.numpy(), self.reads.numpy(), self.leaves.numpy()
+        def moved(some_X3: Numbers, counts: Numbers) -> Numbers:
+            more = np.repeat(np.stack([of_positions, of_tokens, tokens.sum() + of_forks - tokens, tokens]), counts, 1)
+            nodes = some_X3[:, 1] + np.where(some_X3[:, 1] < more[3], more[1], more[2])
+            return np.stack([some_X3[:, 0] + more[0], nodes, some_X3[:, 2]], 1)
+
+        token_P = token_P + np.repeat(of_tokens, sizes)
+        leaves_X2 = leaves_X2 + np.stack([np.repeat(of_positions, leaves), np.repeat(of_forks, leaves)], 1)
+        return cls(token_P, moved(fork_F3, forks), moved(reads_R3, reads), leaves_X2, read=read_F)
 
     @property
     def tokens(self) -> int:
@@ -101,23 +108,18 @@ class CoveringTree:
         if positions >= len(self.token):
             return self
         whole, token = self.tokens, self.token[:positions]
-        tokens = int(token[-1]) + 1 if positions else 0
-        kept = int(torch.searchsorted(self.fork[:, 0].contiguous(), positions))
-
-        def moved(nodes: Tensor) -> Tensor:
-            return torch.where(nodes >= whole, nodes - whole + tokens, nodes)
-
-        fork, reads = self.fork[:kept].clone(), self.reads[self.reads[:, 0] < positions].clone()
-        fork[:, 1], reads[:, 1] = moved(fork[:, 1]), moved(reads[:, 1])
-        leaves = self.leaves[(self.leaves[:, 0] < positions)]
-        return CoveringTree(token, fork, reads, leaves, self.read[:kept], self.column)
+        fork, reads, leaves = (one[one[:, 0] < positions] for one in (self.fork, self.reads, self.leaves))
+        cut = CoveringTree(token, fork, reads, leaves, read=self.read[: len(fork)], column=self.column)
+        for some in (fork, reads):
+            some[some[:, 1] >= whole, 1] += cut.tokens - whole
+        return cut
 
     def branches(self) -> tuple[list[int], list[int]]:
         """The tokens of the forks that are read, and for each the place of its parent: that of the row's token whose
         state it is, or, from `column` on, of a fork.
         """
-        tokens, kept = self.tokens, self.read.nonzero().squeeze(1)
-        place_F = self.column + self.read.long().cumsum(0) - 1
+        tokens, kept = self.tokens, self.read.nonzero()[0]
+        place_F = self.column + self.read.cumsum() - 1
         parents = [
             int(place_F[parent - tokens]) if parent >= tokens else parent for parent in self.fork[kept, 1].tolist()
         ]
@@ -190,10 +192,9 @@ class Spelled:
         Of `None` nothing is known to be `missed`. `undecided` leaves also have the forks that follow others, as if
         these were theirs: before any is read.
         """
-        token_M, fork_F3, reads_R3, leaves_X2 = joined([one.numbers for one in trees])
-        sizes, wanted = [one.tokens for one in trees], places_K.numpy()
+        whole, sizes, wanted = CoveringTree.joined(trees), [one.tokens for one in trees], places_K.numpy()
+        token_M, fork_F3, reads_R3, leaves_X2, read_F = whole.token, whole.fork, whole.reads, whole.leaves, whole.read
         tokens = sum(sizes)
-        read_F = np.concatenate([np.zeros(0, bool), *(one.read.numpy() for one in trees)])
         own = [start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]
         after = [start + one.column + np.arange(int(one.read.sum())) for start, one in zip(starts, trees, strict=True)]
         # States in order: of each node that is read the index of its state.
@@ -244,25 +245,6 @@ class Spelled:
             kept=kept,
             places=torch.from_numpy(np.concatenate([place_S[is_read], others])),
         )
-
-
-def joined(trees: Sequence[tuple[Numbers, ...]]) -> tuple[Numbers, ...]:
-    """The trees of texts that follow each other as one, each by its [`~CoveringTree.numbers`]: its nodes are the
-    borders of all tokens, and then all forks.
-    """
-    nothing = tuple(np.zeros(shape, np.int64) for shape in ((0,), (0, 3), (0, 3), (0, 2)))
-    sizes, forks, reads, leaves = np.array([[*map(len, one)] for one in (nothing, *trees)]).T
-    tokens = np.array([one[0][-1] + 1 if len(one[0]) else 0 for one in (nothing, *trees)])
-    of_positions, of_tokens, of_forks = (one.cumsum() - one for one in (sizes, tokens, forks))
-    token_P, fork_F3, reads_R3, leaves_X2 = map(np.concatenate, zip(nothing, *trees, strict=True))
-
-    def moved(some_X3: Numbers, counts: Numbers) -> Numbers:
-        more = np.repeat(np.stack([of_positions, of_tokens, tokens.sum() + of_forks - tokens, tokens]), counts, 1)
-        nodes = some_X3[:, 1] + np.where(some_X3[:, 1] < more[3], more[1], more[2])
-        return np.stack([some_X3[:, 0] + more[0], nodes, some_X3[:, 2]], 1)
-
-    leaves_X2 = leaves_X2 + np.stack([np.repeat(of_positions, leaves), np.repeat(of_forks, leaves)], 1)
-    return token_P + np.repeat(of_tokens, sizes), moved(fork_F3, forks), moved(reads_R3, reads), leaves_X2
 
 
 def _own(node_F: Numbers, fork_F3: Numbers, tokens: int) -> Numbers:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, whole_head
-from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.divergence import Bytewise, byte_logarithms, forks_needed
 from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden
 from trl_opsd.bytes.table import OUTCOMES, ByteTargets, CoveringTree, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
@@ -151,9 +151,9 @@ class ByteTeacher(Teacher):
         # This waits for the device, so the distributions have arrived too.
         each = zip(readings, logs_PO.split(positions), torch.cat(missed).cpu().split(positions), strict=True)
         targets = [
-            ByteTargets(hidden=logs[:common], places=one.of_student.token, missed=share[:common], tree=one.of_student)
+            ByteTargets(hidden=logs[: len(places)], places=places, missed=share[: len(places)], tree=one.of_student)
             for one, logs, share in each
-            for common in [len(one.of_student.token)]
+            for places in [torch.from_numpy(one.of_student.token)]
         ]
         return TeacherTargets.by_row(targets, rollout.completion_ids.size(1))
 
@@ -195,9 +195,10 @@ class ByteTeacher(Teacher):
         logarithms: tuple[Tensor, OutputHead], weights_N: Tensor | None, sampled: Sampled, *_: Any,
     ) -> PerToken:  # fmt: skip
         """The divergence of tokens from targets, which have the teacher's temperature in them."""
-        pair = LazyLogits(*student, objective.temperatures[0]), LazyLogits(*logarithms)
-        how = objective.chunk_tokens, self._most_missed
-        return bytewise_divergence(*pair, objective.divergence, self._student.table, spelled, sampled, weights_N, *how)
+        mine, theirs = LazyLogits(*student, objective.temperatures[0]), LazyLogits(*logarithms)
+        table, chunk_tokens = self._student.table, objective.chunk_tokens
+        given = mine, theirs, objective.divergence, table, spelled, sampled, chunk_tokens, self._most_missed
+        return Bytewise(*given).compared(weights_N)
 
     @torch.no_grad()
     def _with_forks_of(

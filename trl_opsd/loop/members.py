@@ -21,8 +21,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
-from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.losses.registry import divergence_of
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, divergence_of
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.streamed import streamed_divergence
-from trl_opsd.losses.token_selection import Selection
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, ReferenceModel, Sampled
 
 
@@ -40,8 +40,8 @@ class Objective:
     anchor_weight: float = 0.0
     anchor: Divergence | None = None
     """The divergence from the origin, times that weight."""
-    selection: Selection | None = None
-    """Which tokens of each row are compared, where that depends on logits; `None` for all."""
+    selection: Any = None
+    """The `TokenSelection` of the tokens that are compared, where that depends on logits; `None` for all."""
 
     def of(
         self,

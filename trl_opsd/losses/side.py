@@ -56,18 +56,26 @@ class Side:
         hidden_NH: Tensor | None,
         weight_VH: Tensor | None,
         bias_V: Tensor | None,
+        *,
+        adds: bool = False,
     ) -> None:
-        """Propagates the gradient of these rows' logits to hidden states, weight and bias, where given."""
+        """Propagates the gradient of these rows' logits to hidden states, weight and bias, where given.
+
+        It `adds` to what is there where groups share rows; else each row is in one, and the first one overwrites.
+        """
         gradient_GV = gradient_GV[: rows.stop - rows.start]
         # The first group overwrites, so the head's gradient needs no zeroing.
-        slope, carry = self.gain * (1.0 if self.finish.cap is None else self.finish.cap), float(rows.start > 0)
+        slope, carry = self.gain * (1.0 if self.finish.cap is None else self.finish.cap), float(adds or rows.start > 0)
         if hidden_NH is not None:
-            addmm_(hidden_NH[rows], gradient_GV, self.weight_VH, alpha=slope, beta=0)
+            addmm_(hidden_NH[rows], gradient_GV, self.weight_VH, alpha=slope, beta=float(adds))
         if weight_VH is not None:
             addmm_(weight_VH, gradient_GV.T, self.hidden_NH[rows], alpha=slope, beta=carry)
         if bias_V is not None:
-            sum_V = gradient_GV.sum(0, dtype=torch.float32).mul_(slope)
-            bias_V.copy_(sum_V if rows.start == 0 else sum_V.add_(bias_V))
+            sum_V = gradient_GV.sum(0, dtype=torch.float32)
+            if adds:
+                bias_V.add_(sum_V, alpha=slope)
+            else:
+                bias_V.copy_(sum_V.mul_(slope).add_(bias_V) if carry else sum_V.mul_(slope))
 
 
 def addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:

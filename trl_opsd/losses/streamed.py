@@ -137,13 +137,8 @@ def streamed_divergence(
     dtypes = tuple(map(product_dtype, (student, teacher, *(one.logits for one in references))))
     anchor = anchor or divergence
     fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary, references, anchor)
-    inputs = (student.hidden, student.head.weight, student.head.bias)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        value_N, *others = _Streamed.apply(*inputs, weights, fold)
-    else:
-        with torch.no_grad():
-            (value_N, *others), _ = fold.run(weights, (False, False, False))
-    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, nll_N, same_N, first_N, *of_some = others
+    value_N, student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, nll_N, *others = folded(fold, weights)
+    same_N, first_N, *of_some = others
     importance_N, log_sampled_N, ranked_N, shared_N, mass_N, anchored_N, accepted_N = of_some
     logprobs_N = None if sampled is None else sampled.logprobs
     kl_N, known_N = (None, None) if logprobs_N is None else against_sampler(log_sampled_N, logprobs_N)
@@ -166,6 +161,16 @@ def streamed_divergence(
         top_mass=mass_N,
         accepted=accepted_N,
     )
+
+
+def folded(fold: Any, weights: Tensor | None) -> tuple[Any, ...]:
+    """The statistics of a pass over tokens with these weights; the first has a graph where the student needs one."""
+    inputs = (fold.student.hidden, fold.student.head.weight, fold.student.head.bias)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        found: tuple[Any, ...] = _Streamed.apply(*inputs, weights, fold)
+        return found
+    with torch.no_grad():
+        return fold.run(weights, (False, False, False))[0]
 
 
 class _Streamed(torch.autograd.Function):
@@ -367,15 +372,6 @@ def streamed_entropy(
     for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
         entropy_N[rows] = _entropy_(logits_RV) if ids is None else _surprise(logits_RV, ids[rows])
     return entropy_N
-
-
-@torch.no_grad()
-def streamed_greedy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
-    """A model's likeliest token at each position, [N], int64, the lowest id of equals; as [`streamed_entropy`]."""
-    ids_N = torch.empty(len(model.hidden), dtype=torch.long, device=model.hidden.device)
-    for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
-        ids_N[rows] = logits_RV.argmax(-1)
-    return ids_N
 
 
 @torch.no_grad()

@@ -37,7 +37,6 @@ from trl_opsd._compat.torchao import (
 )
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.losses import ForwardKL, streamed_divergence
-from trl_opsd.losses.streamed import streamed_greedy
 from trl_opsd.methods.base import Method
 from trl_opsd.models.checks import PLACE_OPTIONS
 from trl_opsd.models.weights import first_change, sample
@@ -164,7 +163,7 @@ class Certificate(Method):
         args, vocabulary = self.host.args, self.host.current_objective.vocabulary
         how = {"chunk_tokens": args.loss_chunk_tokens, "vocabulary": vocabulary}
         with torch.no_grad():
-            kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
-        same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
-        self.host.record("certificate/kl", float(kl_N[counts].mean()), total)
-        self.host.record("certificate/agreement", float(same_N[counts].float().mean()), total)
+            found = streamed_divergence(student, teacher, ForwardKL(), **how)
+        assert found.same_first is not None, "known of all tokens"
+        self.host.record("certificate/kl", float(found.divergence[counts].mean()), total)
+        self.host.record("certificate/agreement", float(found.same_first[counts].mean()), total)

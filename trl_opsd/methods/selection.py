@@ -1,10 +1,11 @@
 """Trains on some tokens of each row: the first, random ones, or those that score highest.
 
-B rows · C completion tokens
+B rows · C completion tokens · n tokens of a row in the loss · k = ceil(fraction * n) of them that are kept
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from trl_opsd._compat.values import Share
 from trl_opsd.losses.objective import Objective
-from trl_opsd.losses.token_selection import Selection
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.parallel.rng import derived_seed
@@ -28,6 +28,11 @@ logger = get_logger(__name__)
 
 _SALT = 1
 """Separates the seeds of token selection from those of `lmbda`."""
+LATE = ("student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise")
+"""Criteria that need logits."""
+_DIGITS = 9
+"""Decimals to which the number of kept tokens is known before it is rounded up: 0.07 of 100 are 7, though the product
+is 7.000000000000001."""
 
 
 @final
@@ -61,44 +66,64 @@ class TokenSelection(Method):
     }
 
     @property
-    def selection(self) -> Selection:
-        """The same as the loss has it."""
-        return Selection(self.criterion, self.fraction)
-
-    @property
     def by_token(self) -> bool:  # type: ignore[override]
         """Whether it ranks tokens by distributions over tokens, which no process has of a row that it shares."""
-        return self.selection.is_late
+        return self.criterion in LATE
 
     whole_rows = by_token
 
+    def kept(self, tokens: int) -> int:
+        """k of n."""
+        return math.ceil(round(self.fraction * tokens, _DIGITS))
+
+    def chosen(self, weights_BC: Tensor, seeds: Sequence[int]) -> Tensor:
+        """The weights, [B, C], and 0 for tokens that are not kept, by an early criterion; B seeds. Waits for them."""
+        host_BC = weights_BC.cpu()
+        kept_BC = torch.zeros_like(host_BC)
+        for weights_C, kept_C, seed in zip(host_BC, kept_BC, seeds, strict=True):
+            places_n = weights_C.nonzero().squeeze(1)
+            if self.criterion == "random":
+                places_n = places_n[torch.randperm(len(places_n), generator=torch.Generator().manual_seed(seed))]
+            kept_C[places_n[: self.kept(len(places_n))]] = 1
+        return weights_BC * kept_BC.to(weights_BC.device)
+
+    def thinned(self, weights_BC: Tensor) -> Tensor:
+        """The weights times k / n of their row: what those that a late criterion keeps will add up to.
+
+        The loss is divided by the sum of the weights of a whole step, which has to be known before its first
+        micro-batch is. Where all tokens of a row weigh the same, its sum is then that of its kept tokens.
+        """
+        tokens_B = (weights_BC != 0).sum(1).tolist()
+        shares_B = [self.kept(tokens) / max(tokens, 1) for tokens in tokens_B]
+        return weights_BC * weights_BC.new_tensor(shares_B).unsqueeze(1)
+
     def select(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
-        if self.selection.is_late:
+        if self.by_token:
             return weights
         seed, step = self.host.args.seed, self.host.state.global_step
-        return self.selection.chosen(weights, [derived_seed(seed, step, row.place, _SALT) for row in rows])
+        return self.chosen(weights, [derived_seed(seed, step, row.place, _SALT) for row in rows])
 
     def final_weights(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         # The denominator of the step is known before the logits that a late criterion needs.
-        return self.selection.thinned(weights) if self._is_late else weights
+        return self.thinned(weights) if self._is_late else weights
 
     def objective(self, objective: Objective) -> Objective:
-        return replace(objective, selection=self.selection) if self._is_late else objective
+        return replace(objective, selection=self) if self._is_late else objective
 
     @property
     def _is_late(self) -> bool:
-        return self.selection.is_late and self.host.model.training
+        return self.by_token and self.host.model.training
 
     def tally(self, part: Part) -> Tensor:
         """[4]: tokens that were selected, tokens to select from, tokens that were scored, and their scores."""
-        if self.selection.is_late and part.scored is None:
+        if self.by_token and part.scored is None:
             logger.warning_once(
                 f"`TokenSelection({self.criterion!r})` was not applied: `super().compare` applies it, but your own "
                 "`compare` did not return its `scored` (change what it returns with `dataclasses.replace`)."
             )
         weight_B, tokens_B = columns(part.sums, "weight", "tokens").unbind(1)
         counted_B = (weight_B > 0).to(part.sums.dtype)  # a row repeated only to keep collectives matched has no weight
-        candidates_BC = part.rollout.counts if self.selection.is_late else part.rollout.generated
+        candidates_BC = part.rollout.counts if self.by_token else part.rollout.generated
         sums_2 = torch.stack([tokens_B, candidates_BC.sum(1).to(part.sums)]).mul(counted_B).sum(1)
         return torch.cat([sums_2, sums_2.new_zeros(2) if part.scored is None else part.scored.to(sums_2)])
 

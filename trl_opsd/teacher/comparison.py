@@ -18,7 +18,6 @@ from trl_opsd.losses import reduce
 from trl_opsd.losses.objective import Objective, head_of_reference
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_entropy
-from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.backbone import completion_hidden, shape_of
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
@@ -80,7 +79,7 @@ def tokens_by_teacher(
     heads: Sequence[OutputHead],
     targets: TeacherTargets,
     weights_BC: Tensor,
-    selection: Selection | None = None,
+    selection: Any = None,
     host_BC: Tensor | None = None,
     origin: OutputHead | None = None,
     by_token: bool = True,
@@ -163,7 +162,7 @@ def by_token(
     return Comparison(rollout, targets, shares, completion_hidden(student, rollout, policy))
 
 
-def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:
+def _highest(weights_BC: Tensor, selection: Any) -> Tensor:
     """The first indices of each row, as many as are selected."""
     tokens_B = (weights_BC != 0).sum(1).tolist()
     starts_B = accumulate(tokens_B, initial=0)
