@@ -197,11 +197,3 @@ def test_what_is_measured_does_not_change_the_training(disk, tmp_path, monkeypat
         path.write_text(path.read_text().replace(str(disk / "one") + "\n", str(tmp_path / "adapter") + "\n"))
         found.append(tiny.weights(main(["--config", str(path)])))
     assert torch.equal(*found)
-
-
-def test_a_weight_of_one_expert_leaves_one_to_each_other():
-    experts = experts_of({"a": WHOLE, "b": {**WHOLE, "weight": 3, "server": "http://127.0.0.1:9"}})
-    assert Experts(experts, dict, [len, len], 0).settings() == {
-        "methods": {"aggregation": {"by": "teachers", "weights": {"a": 1, "b": 3}}},
-        "teacher_server_url": {"b": "http://127.0.0.1:9"},
-    }

@@ -51,10 +51,6 @@ class Expert(pydantic.BaseModel, extra="forbid", frozen=True):
     """A reward function, `module.function` or one of `trl.rewards`: the accuracy of completions of its rows."""
     test: str | None = None
     """Its rows to measure on. If not set, the split `test` of the dataset, or rows that are held out."""
-    server: str | None = None
-    """Address of a server that has its layers; then it is not measured itself."""
-    weight: float | None = None
-    """Its share of the loss: `weights` of the method `aggregation`."""
 
 
 def experts_of(given: Any) -> dict[str, Expert]:
@@ -105,16 +101,6 @@ class Experts:
     @property
     def teachers(self) -> dict[str, str]:
         return {name: one.model for name, one in self.experts.items()}
-
-    def settings(self) -> dict[str, Any]:
-        """The options of the config that the experts set."""
-        found: dict[str, Any] = {}
-        if any(one.weight is not None for one in self.experts.values()):
-            weights = {name: one.weight or 1 for name, one in self.experts.items()}
-            found["methods"] = {"aggregation": {"by": "teachers", "weights": weights}}
-        if urls := {name: one.server for name, one in self.experts.items() if one.server is not None}:
-            found["teacher_server_url"] = urls
-        return found
 
     @cached_property
     def _rows(self) -> dict[str, tuple[Dataset, Dataset]]:
@@ -184,8 +170,7 @@ class Experts:
         for name in whole:
             with trainer.generating_with(name):
                 found[name] = self._measured(trainer)
-        is_average_known = AVERAGE in found or trainer.cross is not None
-        if not is_average_known and all(one.server is None for one in self.experts.values()):
+        if AVERAGE not in found and trainer.cross is None and trainer.args.teacher_server_url is None:
             try:
                 model = average_of([*self.teachers.values()], trainer.args).to(trainer.model.dtype)
             except (ValueError, OSError) as error:

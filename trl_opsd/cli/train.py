@@ -135,7 +135,7 @@ def end(trainer: OPSDTrainer) -> None:
 
 
 def _experts(given: RunOptions) -> Experts:
-    """The experts of a run, in whose place no other teachers, rows or rewards are; sets what they say of the loss."""
+    """The experts of a run, in whose place no other teachers, rows or rewards are."""
     extra, script, config = given.extra, given.script, given.config
     others = {
         "dataset_name": script.dataset_name,
@@ -152,16 +152,6 @@ def _experts(given: RunOptions) -> Experts:
         experts, lambda path: loaded(ScriptArguments(dataset_name=path), DatasetMixtureConfig()), metrics, config.seed
     )
     extra.teacher_models = found.teachers
-    settings = found.settings()
-    if (given := settings.pop("methods", None)) is not None:
-        others = config.methods if isinstance(config.methods, dict) else {}
-        if "aggregation" in others:
-            raise ValueError("`methods` has `aggregation`, and `experts` have weights: remove one of them.")
-        config.methods = {**others, **given}
-    for name, value in settings.items():
-        if getattr(config, name) not in (getattr(type(config), name), value):
-            raise ValueError(f"`{name}` is set, and in `experts` too: remove one of them.")
-        setattr(config, name, value)
     return found
 
 
