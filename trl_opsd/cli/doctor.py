@@ -12,14 +12,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from datasets import Dataset
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
-from rich.text import Text
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -296,12 +292,15 @@ def versions(_: Pair) -> str:
 # ---- All, in their order ---------------------------------------------------------------------------------------------
 
 
+Kind = Literal["ok", "warning", "failed", "skipped"]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The result of a check."""
 
     name: str
-    verdict: Literal["ok", "warning", "failed", "skipped"]
+    verdict: Kind
     said: str
     seconds: float
 
@@ -334,12 +333,10 @@ def _tried(name: str, check: Callable[[Pair], str], pair: Pair) -> Finding:
 
 # ---- What is printed -------------------------------------------------------------------------------------------------
 
-_COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
-
 
 def verdict(findings: Sequence[Finding]) -> str:
     """All findings in a sentence."""
-    of = {kind: [one.name for one in findings if one.verdict == kind] for kind in _COLOURS}
+    of = {kind: [one.name for one in findings if one.verdict == kind] for kind in get_args(Kind)}
     told = f"Ready: {len(of['ok'])} of {len(findings)} checks passed."
     if of["failed"]:
         told = f"Not ready: {', '.join(of['failed'])} failed, {len(of['skipped'])} of {len(findings)} checks skipped."
@@ -347,22 +344,11 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def document(pair: Pair, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings as JSON."""
+    """The findings, and what they come to."""
     return {
         "student": pair.student,
         "teacher": pair.teacher,
+        "checks": [asdict(one) for one in findings],
         "ready": all(one.verdict != "failed" for one in findings),
         "verdict": verdict(findings),
-        "checks": [asdict(one) for one in findings],
     }
-
-
-def show(findings: Sequence[Finding]) -> None:
-    """Prints a table and the verdict."""
-    console, names = Console(), [Column(title, no_wrap=True) for title in ("check", "verdict", "s")]
-    table = Table(*names, Column("finding", overflow="fold"), box=None, pad_edge=False)
-    for one in findings:
-        text = Text(one.verdict, _COLOURS[one.verdict])
-        table.add_row(one.name, text, f"{one.seconds:4.1f}", escape(one.said))
-    console.print(table)
-    console.print(f"\n{verdict(findings)}", highlight=False)
