@@ -85,14 +85,6 @@ def nan_weights() -> Pair:
     return made
 
 
-def ignores_its_input() -> Pair:
-    made = pair()
-    table = made.teacher.model.embed_tokens.weight
-    with torch.no_grad():
-        table.copy_(table[5].clone().expand_as(table))
-    return made
-
-
 def of_template(template: str | None) -> Pair:
     return pair(of_student=words(template), of_teacher=words(template))
 
@@ -101,7 +93,6 @@ def of_template(template: str | None) -> Pair:
     ("make", "failing", "said"),
     [
         (nan_weights, "start", "NaN"),  # as all that a training refuses when it starts
-        (ignores_its_input, "teacher input", "the same hidden state"),
         (lambda: of_template(TEMPLATE.partition("{% if add")[0]), "chat template", "add_generation_prompt"),
         (lambda: of_template(TEMPLATE.replace("in messages", "in messages[:-1]")), "chat template", "drops message 3"),
     ],
@@ -165,7 +156,8 @@ def test_the_command_prints_findings_and_a_verdict(folders):
     done = doctor(folders / "student", folders / "teacher")
     assert done.exit_code == 0, done.output
     found = yaml.safe_load(done.stdout)
-    assert (len(found["checks"]), found["verdict"]) == (6, "Ready: 6 of 6 checks passed.")
+    assert [one["verdict"] for one in found["checks"]] == ["ok"] * 5
+    assert found["ready"] is True
     assert done.stderr.splitlines()[0] == "start"
 
 
@@ -175,7 +167,6 @@ def test_command_prints_only_yaml_and_fails_for_broken_models(folders):
     assert done.exit_code == 1
     found = yaml.safe_load(done.stdout)
     assert found["ready"] is False
-    assert found["verdict"].startswith("Not ready: start failed")
     assert [one["name"] for one in found["checks"] if one["verdict"] == "failed"] == ["start"]
 
 
@@ -245,4 +236,4 @@ def test_comparable_part_of_another_tokenizers_teacher_is_said(folders):
     said = " ".join(done.stdout.split())
     assert done.exit_code == 0, said
     assert re.search(r"\d+% of the text of three rows can be compared", said), said
-    assert "Ready" in said
+    assert "ready: true" in said

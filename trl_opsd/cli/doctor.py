@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -218,25 +218,13 @@ def template(pair: Pair) -> str:
     return f"Opens an answer with {opening!r}."
 
 
-# ---- States of the teacher, and the loss of this pair against its reference in float64 -------------------------------
+# ---- The loss of this pair against its reference in float64 ----------------------------------------------------------
 
 _DIVERGENCES = {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "jsd": GeneralizedJSD(0.5)}
-_ALIKE = 1e-5
-"""Largest difference between states, relative to the largest value, that float32 rounding explains."""
 _ROUNDING = 1e-4
 """Largest difference, relative to the largest value, that the order of float32 sums explains."""
 _NOTHING = 0.1
 """Lower bound of the value a difference is relative to: between models that agree all is rounding."""
-
-
-def depends_on_input(pair: Pair) -> str:
-    """The teacher's states depend on what it reads."""
-    # Not bit for bit, as the guard of a training compares them: attention rounds the average of equal values.
-    states_NH = pair.logits()[1].hidden
-    spread, largest = (states_NH - states_NH.mean(0)).abs().max(), states_NH.abs().max()
-    if spread < _ALIKE * largest:
-        raise ValueError(f"The teacher has the same hidden state at all {len(states_NH)} tokens: reload its weights.")
-    return f"States differ between tokens by up to {spread / largest:.2g} of the largest value."
 
 
 def loss(pair: Pair) -> str:
@@ -292,15 +280,12 @@ def versions(_: Pair) -> str:
 # ---- All, in their order ---------------------------------------------------------------------------------------------
 
 
-Kind = Literal["ok", "warning", "failed", "skipped"]
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The result of a check."""
 
     name: str
-    verdict: Kind
+    verdict: Literal["ok", "warning", "failed", "skipped"]
     said: str
     seconds: float
 
@@ -310,8 +295,7 @@ def examine(pair: Pair) -> list[Finding]:
     found: list[Finding] = []
     with TemporaryDirectory(prefix="trl_opsd-doctor-") as folder:
         checks: dict[str, Callable[[Pair], str]] = {"start": partial(start, folder=folder), "chat template": template}
-        if not pair.compares_bytes:
-            checks |= {"teacher input": depends_on_input, "loss": loss}
+        checks |= {} if pair.compares_bytes else {"loss": loss}
         checks |= {"step": step, "versions": versions}  # the step last, as it changes the student
         for name, check in checks.items():
             print(name, file=sys.stderr, flush=True)  # stdout has the answer alone
@@ -331,24 +315,11 @@ def _tried(name: str, check: Callable[[Pair], str], pair: Pair) -> Finding:
     return Finding(name, verdict, " ".join(said.split()), round(perf_counter() - begin, 2))  # type: ignore[arg-type]
 
 
-# ---- What is printed -------------------------------------------------------------------------------------------------
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    """All findings in a sentence."""
-    of = {kind: [one.name for one in findings if one.verdict == kind] for kind in get_args(Kind)}
-    told = f"Ready: {len(of['ok'])} of {len(findings)} checks passed."
-    if of["failed"]:
-        told = f"Not ready: {', '.join(of['failed'])} failed, {len(of['skipped'])} of {len(findings)} checks skipped."
-    return f"{told} With warnings: {', '.join(of['warning'])}." if of["warning"] else told
-
-
 def document(pair: Pair, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings, and what they come to."""
+    """What is printed: the findings, and whether a training can start."""
     return {
         "student": pair.student,
         "teacher": pair.teacher,
         "checks": [asdict(one) for one in findings],
         "ready": all(one.verdict != "failed" for one in findings),
-        "verdict": verdict(findings),
     }
