@@ -30,7 +30,6 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.methods.reward_functions import found_function
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.options.rules import refuse
-from trl_opsd.progress import PHASES
 from trl_opsd.progress import in_words as duration
 from trl_opsd.trainer import OPSDTrainer
 
@@ -67,12 +66,16 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None, task: Tas
             trainer.add_callback(_OneStep())
             trainer.train()
             if trainer.accelerator.is_main_process:
-                print(_summary(trainer.state.log_history[0], trainer.state.max_steps))
+                steps = trainer.state.max_steps
+                whole = duration(trainer.state.log_history[0]["step_time"] * steps)
+                said = "Dry run: one generation batch and one optimizer step succeeded; nothing was saved."
+                print(f"{said} All {steps} steps would take {whole}, without evaluations and checkpoints.")
             return trainer
+        resume = given.config.resume_from_checkpoint  # a string on the command line
+        resume = given.config.resume_from_checkpoint = {"true": True, "false": False}.get(str(resume).lower(), resume)
         if task:
             task.evaluate(trainer)
-        resume = given.config.resume_from_checkpoint  # a string on the command line
-        trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
+        trainer.train(resume_from_checkpoint=resume)
         if trainer.interrupted:
             return trainer
         trainer.save_model()
@@ -230,18 +233,3 @@ class _OneStep(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         control.should_save = control.should_evaluate = False
-
-
-def _summary(logged: Mapping[str, float], steps: int) -> str:
-    """The first step's log in words; `steps` are those of the whole run."""
-    seconds = {PHASES[name]: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
-    names = [
-        *("divergence/mean", "entropy/student", "entropy/teacher", "completions/mean_length"),
-        *("completions/clipped_ratio", "loss", "grad_norm", "learning_rate"),
-    ]
-    told = {name: f"{logged[name]:.4g}" for name in names if name in logged}
-    told["seconds"] = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-    whole = duration(sum(seconds.values()) * steps)
-    told["the whole run"] = f"{steps} steps; estimated {whole}, without evaluations and checkpoints"
-    head = "Dry run: one generation batch and one optimizer step succeeded; nothing was saved."
-    return "\n".join([head, *(f"  {name:25} {text}" for name, text in told.items())])
