@@ -5,10 +5,8 @@ B rows · C completion tokens · n tokens of a row in the loss · V vocabulary s
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +28,6 @@ TOKENS = 200
 """Maximum generated tokens of a completion recorded."""
 TEXT = 1000
 """Maximum characters of a prompt or a tool's answer recorded; a longer one is cut in the middle."""
-IMAGES = 8
-"""Maximum images of a prompt recorded."""
-EDGE = 160
-"""Maximum width and height of a recorded image, in pixels: a JPEG of 3 to 6 kB, of noise 19 kB."""
 CHUNK = 32
 """Tokens whose logits exist at once, few, so that a training that barely fits still does."""
 CHOICES = 5
@@ -67,8 +61,6 @@ class Sample:
     """Those that the student generated."""
     is_cut: bool
     """Whether the completion goes on."""
-    images: tuple[str, ...] = ()
-    """The first of the prompt's images, each a small JPEG in base64."""
     answers: tuple[tuple[int, str], ...] = ()
     """What tools answered, as the chat template has it, each after so many of the tokens."""
 
@@ -114,14 +106,12 @@ def samples_of(
             else:
                 answers.append((len(tokens), _middle_cut(tokenizer.decode(written))))
             before = written
-        images = rollout.images[row] if rollout.images else None
         found.append(
             Sample(
                 prompt=_middle_cut(readable(prompts[row], tokenizer, trainer.placeholders)),
                 teacher=names[number] if len(names) > 1 else None,
                 tokens=tuple(tokens),
                 is_cut=is_cut,
-                images=tuple(map(_thumbnail, images.originals[:IMAGES] if images else ())),
                 answers=tuple(answers),
             )
         )
@@ -187,10 +177,3 @@ def _after(last: int, token: int, decode: Callable[[list[int]], str]) -> str:
 
 def _middle_cut(text: str) -> str:
     return text if len(text) <= TEXT else f"{text[: TEXT // 2]} … {text[-TEXT // 2 :]}"
-
-
-def _thumbnail(image: Any) -> str:
-    small, file = image.convert("RGB"), BytesIO()
-    small.thumbnail((EDGE, EDGE))
-    small.save(file, "JPEG", quality=70)
-    return b64encode(file.getvalue()).decode()
