@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from trl_opsd._compat.versions import installed, untested
 from trl_opsd.cli.launch import launch_options
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import read
@@ -270,14 +268,9 @@ def _reference(
     return value_N.detach(), gradient_VN.float().T @ mine.head.weight
 
 
-def versions(_: Pair) -> str:
-    """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
-    if said := untested(installed()):
-        raise Doubt(said)
-    return ", ".join(f"{name} {number}" for name, number in installed().items())
-
-
 # ---- All, in their order ---------------------------------------------------------------------------------------------
+
+Verdict = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,34 +278,33 @@ class Finding:
     """The result of a check."""
 
     name: str
-    verdict: Literal["ok", "warning", "failed", "skipped"]
+    verdict: Verdict
     said: str
-    seconds: float
 
 
 def examine(pair: Pair) -> list[Finding]:
-    """All findings, in the order of the checks; most need that the training has started."""
+    """All findings, in the order of the checks; the others need that the training has started."""
     found: list[Finding] = []
     with TemporaryDirectory(prefix="trl_opsd-doctor-") as folder:
         checks: dict[str, Callable[[Pair], str]] = {"start": partial(start, folder=folder), "chat template": template}
         checks |= {} if pair.compares_bytes else {"loss": loss}
-        checks |= {"step": step, "versions": versions}  # the step last, as it changes the student
+        checks["step"] = step  # last, as it changes the student
         for name, check in checks.items():
             print(name, file=sys.stderr, flush=True)  # stdout has the answer alone
-            is_vain = name != "versions" and found and found[0].verdict == "failed"
-            found.append(Finding(name, "skipped", "Needs: start.", 0.0) if is_vain else _tried(name, check, pair))
+            is_vain = found and found[0].verdict == "failed"
+            found.append(Finding(name, "skipped", "Needs: start.") if is_vain else _tried(name, check, pair))
     return found
 
 
 def _tried(name: str, check: Callable[[Pair], str], pair: Pair) -> Finding:
-    begin, verdict = perf_counter(), "ok"
+    verdict: Verdict = "ok"
     try:
         said = check(pair)
     except Doubt as doubt:
         verdict, said = "warning", str(doubt)
     except Exception as error:  # whatever a model raises is a finding
         verdict, said = "failed", str(error) or type(error).__name__
-    return Finding(name, verdict, " ".join(said.split()), round(perf_counter() - begin, 2))  # type: ignore[arg-type]
+    return Finding(name, verdict, " ".join(said.split()))
 
 
 def document(pair: Pair, findings: Sequence[Finding]) -> dict[str, Any]:
