@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,6 @@ from trl_opsd.cli import launch
 from trl_opsd.cli import train as script
 from trl_opsd.cli.main import app, explained
 from trl_opsd.cli.options import OptionParser
-from trl_opsd.progress import in_words
 
 ROOT = Path(trl_opsd.__file__).resolve().parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -267,8 +267,7 @@ def test_a_dry_run_takes_one_step_and_leaves_nothing(disk, tmp_path, capsys, mon
     assert trainer.state.global_step == 1
     assert list(tmp_path.iterdir()) == []
     said = capsys.readouterr().out
-    seconds = trainer.state.log_history[0]["step_time"]
-    assert f"All 3 steps would take {in_words(3 * seconds)}" in said
+    assert re.search(r"All 3 steps would take \d\d:\d\d, ", said)
     assert not any(name.startswith("eval_") for row in trainer.state.log_history for name in row)
     start = tiny.qwen2(32, seed=0)
     pairs = zip(trainer.model.parameters(), start.parameters(), strict=True)

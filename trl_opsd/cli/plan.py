@@ -494,4 +494,5 @@ def options(plan: Plan, student: str, teacher: str, load: Load) -> dict[str, Any
         return {**found, "teacher_model_kind": "base"}
     if choice.teacher == "served":
         return {**found, "teacher_server_url": f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"}
-    return {**found, "teacher_model_name_or_path": teacher, "teacher_dtype": dtype, "teacher_offload": choice.teacher}
+    loading = {"teacher_model_init_kwargs": {"dtype": dtype}, "teacher_offload": choice.teacher}
+    return {**found, "teacher_model_name_or_path": teacher, **loading}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from signal import SIGTERM
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.trl import (
@@ -30,7 +31,6 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.methods.reward_functions import found_function
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.options.rules import refuse
-from trl_opsd.progress import in_words as duration
 from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None, task: Tas
             trainer.train()
             if trainer.accelerator.is_main_process:
                 steps = trainer.state.max_steps
-                whole = duration(trainer.state.log_history[0]["step_time"] * steps)
+                whole = tqdm.format_interval(trainer.state.log_history[0]["step_time"] * steps)
                 said = "Dry run: one generation batch and one optimizer step succeeded; nothing was saved."
                 print(f"{said} All {steps} steps would take {whole}, without evaluations and checkpoints.")
             return trainer
@@ -163,23 +163,13 @@ def _experts(given: RunOptions) -> Experts:
 
 def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
     """Sets in the config how to load each model; `*_init_kwargs` override the other options."""
-    options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
-    config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
-    if config.teacher_model_kind is None and (config.teacher_model_name_or_path or extra.teacher_models):
-        options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
-        loading = _joined(extra, options, "teacher_model_init_kwargs", config)
-        if config.teacher_server_url is None:
-            loading["attn_implementation"] = loading.get("attn_implementation") or model.attn_implementation
-        else:  # the server has loaded it: what is set is refused
-            loading = {name: value for name, value in loading.items() if value not in (None, "auto")}
-        config.teacher_model_init_kwargs = loading
-
-
-def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
-    """Options of a group and the dict `of_model`, combined; `options` maps to names in that."""
-    given: dict[str, Any] = getattr(config, of_model) or {}
-    found = {name: getattr(group, option) for option, name in options.items()}
-    return {**{name: value for name, value in found.items() if value is not None}, **given}
+    options = {"revision": model.model_revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    given = {name: value for name, value in options.items() if value is not None}
+    config.model_init_kwargs = {**given, **(config.model_init_kwargs or {})}
+    is_loaded = config.teacher_model_kind is None and config.teacher_server_url is None
+    if is_loaded and (config.teacher_model_name_or_path or extra.teacher_models):
+        attention = {"attn_implementation": model.attn_implementation}
+        config.teacher_model_init_kwargs = {**attention, **(config.teacher_model_init_kwargs or {})}
 
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
