@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
 from trl_opsd.report.page import charts, picture, write
-from trl_opsd.report.records import Recorded, append, recorded_in, tell
-from trl_opsd.report.samples import Sample, Token
+from trl_opsd.report.samples import Recorded, Sample, Token, append, recorded_in, tell
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>"\' &amp; {{ 7 * 7 }}'

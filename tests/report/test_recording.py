@@ -16,8 +16,7 @@ from support import tiny, vision_language
 
 from trl_opsd import FixedRollout, HFRollout
 from trl_opsd.report.page import write
-from trl_opsd.report.records import log_of, recorded_in
-from trl_opsd.report.samples import CHUNK, TEXT, TOKENS
+from trl_opsd.report.samples import CHUNK, TEXT, TOKENS, log_of, recorded_in
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
 

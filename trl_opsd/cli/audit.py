@@ -29,7 +29,7 @@ from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.report.records import rounded
+from trl_opsd.report.samples import rounded
 from trl_opsd.teacher.comparison import tokens_by_teacher
 from trl_opsd.teacher.self_teacher import OwnTeacher
 from trl_opsd.teacher.teachers import scored
