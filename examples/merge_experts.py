@@ -85,22 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for task in TASKS:
         rows(draw(task, 16 * asked.steps)).to_json(folder / f"{task}.jsonl")
         rows(draw(task, asked.held_out, held_out=True)).to_json(folder / f"{task}-test.jsonl")
-    known: dict[str, Any] = {}
-    """What is the same for all: the experts, their average, and the student before."""
     for seed in asked.seeds:
         for way in asked.ways:
             run = folder / f"{way.partition(':')[0]}-{seed}"
             if (run / FILE).exists() and AFTER in json.loads((run / FILE).read_text())["accuracy"]:
                 continue
             run.mkdir(exist_ok=True)
-            if known:
-                (run / FILE).write_text(json.dumps(known))
             file = run / "experts.yaml"
             said = {**options(folder, asked.steps, seed), **WAYS[way], "output_dir": str(run)}
             file.write_text(yaml.safe_dump(said, sort_keys=False))
             train(["--config", str(file)])
-            found = json.loads((run / FILE).read_text())
-            known = {**found, "accuracy": {name: of for name, of in found["accuracy"].items() if name != AFTER}}
     lines = table(folder, asked.ways, asked.seeds, controls(folder, asked) if asked.controls else {})
     print("\n".join(lines))
 

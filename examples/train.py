@@ -5,7 +5,8 @@ accelerate launch --config_file trl_opsd/accelerate_configs/zero3.yaml examples/
     --dataset_name trl-lib/ultrafeedback-prompt --learning_rate 2e-5 --output_dir out/qwen
 
 It takes the options of TRL's `trl distillation`. `--config FILE` reads options from YAML, `--use_peft` trains a LoRA
-adapter. The student is loaded in float32 (`--dtype`), the teacher in the dtype of its checkpoint (`--teacher_dtype`).
+adapter. The student is loaded in float32 (`--dtype`), the teacher in the dtype of its checkpoint
+(`--teacher_model_init_kwargs`).
 
 With `--task arithmetic`, a small student learns the built-in arithmetic task, with the options in `arithmetic.yaml`; it
 is evaluated before and after training, and `score.py` evaluates the saved student in the same way.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from arithmetic import STUDENT, TEACHER
 from arithmetic.task import draw, prompts_with_answers, right
 from datasets import Dataset
@@ -16,7 +16,7 @@ from support import tiny
 from support.failing_server import Scoring, pretended
 from typer.testing import CliRunner
 
-from trl_opsd.cli.audit import Audit, Mean, Replay, audit, document, screen, tokens_of, verdict
+from trl_opsd.cli.audit import Audit, Mean, Replay, audit, document, tokens_of, verdict
 from trl_opsd.cli.main import app
 from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective
@@ -48,7 +48,6 @@ def test_numbers_of_tokens_equal_float64():
             for states, head, temperature in zip(hidden, heads, (1.0, 2.0), strict=True)
         )
         expected = {
-            "reverse": (student.exp() * (student - teacher)).sum(),
             "forward": (teacher.exp() * (teacher - student)).sum(),
             "loss": (teacher.exp() * (teacher - student)).sum(),
             "student": student[token],
@@ -135,7 +134,6 @@ def test_teacher_that_cannot_repair_a_slip_is_found_out(make_trainer):
     one = audit(make_trainer(**models, **options, train_dataset=prompts_with_answers(draw(200))), 32)
     assert one.knows.value > 0.5
     assert one.recovers.value < 0.2
-    assert one.correlation.value > 0.3
     assert verdict(one).word == "off-policy"
 
 
@@ -204,7 +202,7 @@ def test_too_few_rows_are_refused(make_trainer):
 
 MEASURED = Audit(
     rows=32, tokens=900, student=Mean(0.4, 0.1, 32), student_clipped=0.0,
-    loss=0.5, reverse=0.5, forward=0.5, floor=1e-9, context=None, at_ends=0.5, teacher_nats=-1.0, vocabulary=100,
+    loss=0.5, forward=0.5, floor=1e-9, context=None, at_ends=0.5, teacher_nats=-1.0, vocabulary=100,
 )  # fmt: skip
 BETTER, SAME = Mean(0.5, 0.1, 32), Mean(0.1, 0.1, 32)
 TRIED = {"own": Mean(0.9, 0.05, 32), "knows": BETTER, "clipped": 0.0}
@@ -235,10 +233,7 @@ def test_each_rule_has_its_verdict(word, given):
     found = verdict(one)
     assert found.word == word
     assert "{" not in found.why + found.remedy.replace("{'eos_token_id'", "")
-    shown = screen(one).splitlines()
-    assert len(shown) <= 40
-    assert max(map(len, shown)) <= 80
-    assert json.loads(document(one))["verdict"]["word"] == word
+    assert yaml.safe_load(yaml.safe_dump(document(one)))["verdict"] == found._asdict()
 
 
 @pytest.mark.long
@@ -248,8 +243,9 @@ def test_the_command_prints_its_verdict(tmp_path):
     (tmp_path / "run.yaml").write_text("use_cpu: true\nmax_completion_length: 8\n")
     given = {"model_name_or_path": "student", "dataset_name": "rows.jsonl", "output_dir": "out"}
     named = [part for name, path in given.items() for part in (f"--{name}", str(tmp_path / path))]
-    for teacher, word in (("teacher", "BROKEN"), ("student", "NOTHING")):
+    for teacher, word in (("teacher", "broken"), ("student", "nothing")):
         more = ["--rows", "4", "--teacher_model_name_or_path", str(tmp_path / teacher)]
         done = CliRunner().invoke(app, ["audit", str(tmp_path / "run.yaml"), *named, *more])
-        assert (done.exit_code, done.stdout.splitlines()[0]) == (1, word), done.output
+        assert done.exit_code == 1, done.output
+        assert yaml.safe_load(done.stdout)["verdict"]["word"] == word
     assert not (tmp_path / "out").exists()

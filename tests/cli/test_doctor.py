@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import yaml
 from support import tiny, vision_language
 from support.byte_languages import byte_pairs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -84,14 +85,6 @@ def nan_weights() -> Pair:
     return made
 
 
-def ignores_its_input() -> Pair:
-    made = pair()
-    table = made.teacher.model.embed_tokens.weight
-    with torch.no_grad():
-        table.copy_(table[5].clone().expand_as(table))
-    return made
-
-
 def of_template(template: str | None) -> Pair:
     return pair(of_student=words(template), of_teacher=words(template))
 
@@ -100,7 +93,6 @@ def of_template(template: str | None) -> Pair:
     ("make", "failing", "said"),
     [
         (nan_weights, "start", "NaN"),  # as all that a training refuses when it starts
-        (ignores_its_input, "teacher input", "the same hidden state"),
         (lambda: of_template(TEMPLATE.partition("{% if add")[0]), "chat template", "add_generation_prompt"),
         (lambda: of_template(TEMPLATE.replace("in messages", "in messages[:-1]")), "chat template", "drops message 3"),
     ],
@@ -109,7 +101,7 @@ def test_only_the_broken_part_fails(make, failing, said):
     found = checks.examine(make())
     assert verdicts(found)["failed"] == [failing], found
     assert said in next(one.said for one in found if one.name == failing)
-    assert len(verdicts(found)["skipped"]) == (len(found) - 2) * (failing == "start"), "all but versions need it"
+    assert len(verdicts(found)["skipped"]) == (len(found) - 1) * (failing == "start"), "all others need it"
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE.replace("<|im_end|>", "\n")])
@@ -160,21 +152,21 @@ def test_self_teacher_is_compared_with_itself_given_more_context(folders):
 
 
 @pytest.mark.quick
-def test_the_command_prints_a_table_and_a_verdict(folders):
+def test_the_command_prints_findings_and_a_verdict(folders):
     done = doctor(folders / "student", folders / "teacher")
     assert done.exit_code == 0, done.output
-    assert "Ready: 6 of 6 checks passed" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    found = yaml.safe_load(done.stdout)
+    assert [one["verdict"] for one in found["checks"]] == ["ok"] * 4
+    assert found["ready"] is True
     assert done.stderr.splitlines()[0] == "start"
 
 
-def test_command_prints_only_json_and_fails_for_broken_models(folders):
+def test_command_prints_only_yaml_and_fails_for_broken_models(folders):
     nan_weights().teacher.save_pretrained(folders / "teacher")
-    done = doctor(folders / "student", folders / "teacher", "--json")
+    done = doctor(folders / "student", folders / "teacher")
     assert done.exit_code == 1
-    found = json.loads(done.stdout)
+    found = yaml.safe_load(done.stdout)
     assert found["ready"] is False
-    assert found["verdict"].startswith("Not ready: start failed")
     assert [one["name"] for one in found["checks"] if one["verdict"] == "failed"] == ["start"]
 
 
@@ -224,8 +216,8 @@ def test_multimodal_checkpoints_are_examined_as_a_training_loads_them(tmp_path):
 def test_teacher_without_tokenizer_warns(folders):
     for file in (folders / "teacher").glob("*token*"):
         file.unlink()
-    done = doctor(folders / "student", folders / "teacher", "--json")
-    odd = {one["name"]: one["said"] for one in json.loads(done.stdout)["checks"] if one["verdict"] != "ok"}
+    done = doctor(folders / "student", folders / "teacher")
+    odd = {one["name"]: one["said"] for one in yaml.safe_load(done.stdout)["checks"] if one["verdict"] != "ok"}
     assert (done.exit_code, list(odd)) == (0, ["start"])
 
 
@@ -244,4 +236,4 @@ def test_comparable_part_of_another_tokenizers_teacher_is_said(folders):
     said = " ".join(done.stdout.split())
     assert done.exit_code == 0, said
     assert re.search(r"\d+% of the text of three rows can be compared", said), said
-    assert "Ready" in said
+    assert "ready: true" in said

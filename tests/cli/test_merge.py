@@ -172,6 +172,17 @@ def test_rows_are_held_out_where_no_test_is_named():
     assert (len(held), len(trained), held & trained) == (4, 36, set())
 
 
+def test_a_resume_measures_the_student_alone(disk, tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    main(["--config", file(disk, tmp_path, **given)])
+    known = tmp_path / "run" / "experts.json"
+    marked = {name: {"one": 7.0, "two": 7.0} for name in json.loads(known.read_text())["accuracy"]}
+    known.write_text(json.dumps({"accuracy": marked}))
+    main(["--config", file(disk, tmp_path, **given), "--resume_from_checkpoint", str(tmp_path / "run/checkpoint-1")])
+    found = json.loads(known.read_text())["accuracy"]
+    assert [name for name in found if found[name] != marked[name]] == [AFTER]
+
+
 @pytest.mark.long
 def test_a_used_folder_is_measured_again_for_another_student(disk, tmp_path, capsys):
     main(["--config", file(disk, tmp_path, max_steps=1)])
@@ -197,11 +208,3 @@ def test_what_is_measured_does_not_change_the_training(disk, tmp_path, monkeypat
         path.write_text(path.read_text().replace(str(disk / "one") + "\n", str(tmp_path / "adapter") + "\n"))
         found.append(tiny.weights(main(["--config", str(path)])))
     assert torch.equal(*found)
-
-
-def test_a_weight_of_one_expert_leaves_one_to_each_other():
-    experts = experts_of({"a": WHOLE, "b": {**WHOLE, "weight": 3, "server": "http://127.0.0.1:9"}})
-    assert Experts(experts, dict, [len, len], 0).settings() == {
-        "methods": {"aggregation": {"by": "teachers", "weights": {"a": 1, "b": 3}}},
-        "teacher_server_url": {"b": "http://127.0.0.1:9"},
-    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -215,9 +214,10 @@ def test_placements_are_in_order(case):
 @pytest.mark.quick
 @pytest.mark.parametrize(("memory", "student", "engine"), [(4, "0.5b", "transformers"), (24, "7b", "vllm, sleeping")])
 def test_an_offloaded_student_is_launched_on_all_devices(planned, memory, student, engine):
-    given = (*_SHORT, "--gpu-memory", memory, "--host-memory", 999, "--json")
-    found = json.loads(planned(*given, student=student).stdout)
-    assert (found["sharding"], found["engine"], len(found["placements"])) == ("zero3_offload", engine, 5)
+    given = (*_SHORT, "--gpu-memory", memory, "--host-memory", 999)
+    found = yaml.safe_load(planned(*given, student=student).stdout)
+    best, *others = found["placements"]
+    assert (best["sharding"], best["engine"], len(others)) == ("zero3_offload", engine, 4)
     assert found["command"].endswith("--accelerate_config zero3_offload --num_processes 1")
 
 
@@ -244,12 +244,10 @@ def test_what_cannot_fit_is_not_traced():
 def test_printed_options_are_read_by_train(planned, arguments, tmp_path):
     done = planned(*arguments, "--batch", 2, "--prompt", 64, "--length", 64)
     assert done.exit_code == 0, done.output
-    table, _, told = done.stdout.partition("\nFits. ")
-    assert max(map(len, table.splitlines())) <= 80
-    first, text, *_ = told.split("\n\n")
-    command, written = first.rpartition(", then run ")[2], yaml.safe_load(text)
-    launched = "ddp --num_processes 8" if "--gpus" in arguments else "single"
-    assert command == f"trl-opsd train --config run.yaml --accelerate_config {launched}"
+    found = yaml.safe_load(done.stdout)
+    written, launched = found["options"], "ddp --num_processes 8" if "--gpus" in arguments else "single"
+    assert found["command"] == f"trl-opsd train --config run.yaml --accelerate_config {launched}"
+    assert found["verdict"].startswith("Fits")
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**written, "output_dir": str(tmp_path), "bf16": False}))
     given = OptionParser().given(["--config", str(file)])
@@ -288,7 +286,7 @@ def test_placement_that_does_not_fit_names_its_largest_part(planned):
     given = {"student": "7b", "teacher": "72b"}
     done = planned(*_SHORT, "--gpu-memory", 8, **given)
     assert done.exit_code == 1
-    assert "the largest part is `optimizer` with 12.4 GB." in " ".join(done.stdout.split())
+    assert "the largest part is `optimizer` with 12.45 GB." in yaml.safe_load(done.stdout)["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -308,17 +306,19 @@ def test_other_families_are_planned(family, tmp_path, monkeypatch):
     model = vision_language.model(family, 32, 0) if sees else importlib.import_module("toys").toy(family, 259)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
-    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path), "--json", *_IN_FLOAT32])
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path), *_IN_FLOAT32])
     assert done.exit_code == 0, done.output
-    parts = json.loads(done.stdout)["phases"]
-    assert parts["training"]["weights"] == 4 * sum(one.numel() for one in model.parameters())
-    assert 0 < parts["training"]["activations"] < 1e8
+    parts = yaml.safe_load(done.stdout)["phases"]
+    weights = 4 * sum(one.numel() for one in model.parameters())
+    assert parts["training"]["weights"] == pytest.approx(weights / 1e9, rel=1e-3)
+    assert 0 < parts["training"]["activations"] < 0.1
     with torch.no_grad():
         cache = model.eval()(input_ids=torch.arange(3, 35)[None], use_cache=True)
     if family != "mamba":
         layers = tree_leaves([vars(layer) for layer in getattr(cache, CACHE).layers])
         held = sum(one.nbytes for one in layers if isinstance(one, torch.Tensor) and one.dim() > 1)
-        assert parts["rollout"]["KV cache"] == held > 0
+        assert parts["rollout"]["KV cache"] == pytest.approx(held / 1e9, rel=1e-3)
+        assert held > 0
 
 
 def test_a_vision_tower_is_outside_of_the_layers():
@@ -340,17 +340,12 @@ def test_a_window_bounds_the_cache():
     assert numbers[1] - numbers[0] <= 48 * cached_per_token(config) // 2
 
 
-def test_plan_of_a_small_self_teacher_is_in_mb(tmp_path):
+def test_plan_of_a_self_teacher_sets_its_kind_for_an_adapter(tmp_path):
     tiny.qwen2(32).config.save_pretrained(tmp_path)
     given = ["plan", str(tmp_path), *_IN_FLOAT32]
-    done = CliRunner().invoke(app, given)
-    assert done.exit_code == 0, done.output
-    shape = shape_of(str(tmp_path))
-    weights = re.search(r"^ *weights +([\d.]+)", done.stdout, re.MULTILINE)
-    assert float(weights[1]) == pytest.approx(4 * shape.parameters / 1e6, abs=0.006)
-    assert f"teacher_model_name_or_path: {tmp_path}" in done.stdout
-    adapter = json.loads(CliRunner().invoke(app, [*given, "--lora", "4", "--json"]).stdout)
-    assert (adapter["teacher"], adapter["options"]["teacher_model_kind"]) == ("itself", "base")
+    whole, adapter = (yaml.safe_load(CliRunner().invoke(app, [*given, *more]).stdout) for more in ([], ["--lora", "4"]))
+    assert whole["options"]["teacher_model_name_or_path"] == str(tmp_path)
+    assert (adapter["placements"][0]["teacher"], adapter["options"]["teacher_model_kind"]) == ("itself", "base")
 
 
 def test_plan_imports_no_trainer_and_no_engine():

@@ -267,10 +267,7 @@ def test_a_dry_run_takes_one_step_and_leaves_nothing(disk, tmp_path, capsys, mon
     assert trainer.state.global_step == 1
     assert list(tmp_path.iterdir()) == []
     said = capsys.readouterr().out
-    logged = trainer.state.log_history[0]
-    for name in ("divergence/mean", "loss"):
-        assert re.search(rf"{name} +{logged[name]:.4g}\b", said)
-    assert re.search(r"\bthe .* 3 steps;", said), "of the whole run"
+    assert re.search(r"All 3 steps would take \d\d:\d\d, ", said)
     assert not any(name.startswith("eval_") for row in trainer.state.log_history for name in row)
     start = tiny.qwen2(32, seed=0)
     pairs = zip(trainer.model.parameters(), start.parameters(), strict=True)

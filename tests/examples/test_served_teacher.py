@@ -32,7 +32,7 @@ def test_each_file_is_read_with_its_servers(file):
     both = (run.config.teacher_server_url, given["teacher_server_url"])
     assert server_urls("teacher_server_url", both[0]) == server_urls("teacher_server_url", both[1])
     set_loading(run.extra, run.config, run.model)
-    assert run.config.teacher_model_init_kwargs == {}, "nothing about layers, which the server has loaded"
+    assert run.config.teacher_model_init_kwargs is None, "nothing about layers, which the server has loaded"
 
 
 # ---- With real servers: `make test-servers` --------------------------------------------------------------------------

@@ -121,7 +121,8 @@ def test_each_of_several_teachers_reads_its_own_rows(run, disk, tmp_path):
     Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
     teachers = {"t0": disk.teacher, "t1": disk.student}
     assert OptionParser().given(["--teacher_models", json.dumps(teachers)]).extra.teacher_models == teachers
-    loading = {"dtype": "bfloat16", "teacher_dtype": "float32", "teacher_model_name_or_path": None}
+    loading = {"dtype": "bfloat16", "teacher_model_init_kwargs": '{"dtype": "float32"}'}
+    loading["teacher_model_name_or_path"] = None
     rows = {"dataset_name": tmp_path / "rows.jsonl", "per_device_train_batch_size": 4}
     trainer = run({"teacher_models": teachers}, **rows, **loading)
     dtypes = {name: next(one.model.parameters()).dtype for name, one in trainer.teachers.items()}
@@ -181,16 +182,16 @@ def test_mixture_and_named_split_are_loaded_as_in_trl(run, disk):
 LOADING = {
     "by default": ({}, ["float32", "bfloat16"], ["sdpa", "sdpa"]),
     "the checkpoint's, and given": (
-        {"dtype": "auto", "teacher_dtype": "float32", "attn_implementation": "eager"},
+        {"dtype": "auto", "teacher_model_init_kwargs": '{"dtype": "float32"}', "attn_implementation": "eager"},
         ["bfloat16", "float32"],
         ["eager", "eager"],
     ),
     "as JSON": (
         {
             "model_init_kwargs": '{"dtype": "bfloat16"}',
-            "teacher_model_init_kwargs": '{"torch_dtype": "float32"}',  # its older name
+            # The first under its older name.
+            "teacher_model_init_kwargs": '{"torch_dtype": "float32", "attn_implementation": "eager"}',
             "attn_implementation": "sdpa",
-            "teacher_attn_implementation": "eager",
         },
         ["bfloat16", "float32"],
         ["sdpa", "eager"],

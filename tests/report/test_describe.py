@@ -97,7 +97,7 @@ def test_banner_is_printed_once_when_training_begins(make_trainer, capsys):
     assert "accumulation steps; 2 done" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_stream_is_read_only_when_a_training_begins(make_trainer, capsys):
+def test_a_stream_is_not_read_to_be_described(make_trainer):
     reads = []
 
     def rows():
@@ -109,14 +109,12 @@ def test_a_stream_is_read_only_when_a_training_begins(make_trainer, capsys):
     reads.clear()  # construction looks at a stream's columns
     assert parts(trainer)["rows"] == "train_dataset, a stream"
     assert not reads
-    trainer.train()
-    assert "(text, no chat template): '2+2='" in capsys.readouterr().out
 
 
 @pytest.mark.refusal
 def test_a_stream_without_rows_is_refused_when_a_training_begins(make_trainer):
     trainer = make_trainer(train_dataset=IterableDataset.from_generator(lambda: iter([])))
-    with pytest.raises(ValueError, match="`train_dataset` is an empty stream"):
+    with pytest.raises(ValueError, match="the stream is empty"):
         trainer.train()
 
 

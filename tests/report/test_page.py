@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
 from trl_opsd.report.page import charts, picture, write
-from trl_opsd.report.records import Recorded, append, recorded_in, tell
-from trl_opsd.report.samples import Sample, Token
+from trl_opsd.report.samples import Recorded, Sample, Token, append, recorded_in, tell
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>"\' &amp; {{ 7 * 7 }}'
@@ -24,8 +23,6 @@ LOG = [
             "step": step,
             "loss": 0.1,
             "divergence/mean": 1 / step,
-            "divergence/position_0": 1 / step,
-            "divergence/position_9": 2 / step,
             "entropy/student": 2.0,
             "time/complete": 0.5,
             "learning_rate": 1e-6,
@@ -72,11 +69,9 @@ def curves(chart):
 @pytest.mark.quick
 def test_curves_are_numbers_of_the_log():
     found = {one.title: one for one in charts(LOG)}
-    titles = ["Divergence", "Reward", "Entropy", "Seconds of a step", "Learning rate", "Divergence by position"]
-    assert list(found) == titles
+    assert list(found) == ["Divergence", "Reward", "Entropy", "Seconds of a step", "Learning rate"]
     of_training = {step: 1 / step for step in range(1, 101)}
     assert curves(found["Divergence"]) == {"eval": {0: 0.5}, "training": of_training}, "what is not finite is no point"
-    assert curves(found["Divergence by position"]) == {"step 1": {1: 1.0, 10: 2.0}, "step 100": {1: 0.01, 10: 0.02}}
     assert list(curves(found["Reward"])) == ["eval", "right, eval"]
     assert list(curves(found["Seconds of a step"])) == ["generate, training"]
 
@@ -94,13 +89,13 @@ def test_picture_draws_every_curve_and_loads_nothing():
 
 @pytest.mark.quick
 def test_text_of_models_is_escaped(made):
-    text = made([*RECORDED, Recorded(0, "other", (Sample("x", None, (), False, (HOSTILE,)),))], LOG, a=HOSTILE)
+    text = made(RECORDED, LOG, a=HOSTILE)
     assert text.count("<script") == 1
     assert "onerror=alert(1)>" not in text
     assert "<img src=x" not in text
-    assert text.count("{{ 7 * 7 }}") == 5, "setting, prompt, token, a tool's answer and an image"
+    assert text.count("{{ 7 * 7 }}") == 4, "setting, prompt, token and a tool's answer"
     asks_for = re.findall(r'\b(?:src|href|srcset|action|data)="([^",]*)', text)
-    assert {*asks_for} == {"data:image/svg+xml;base64", "data:image/jpeg;base64"}
+    assert {*asks_for} == {"data:image/svg+xml;base64"}
     assert not re.search(r"@import|url\(", text)
 
 
@@ -117,7 +112,7 @@ def test_tool_answers_stand_between_turns_and_are_no_tokens(made):
 
 @pytest.mark.quick
 def test_first_and_last_samples_are_beside_each_other_if_prompts_are_equal(made):
-    images = [Recorded(step, "seen", tuple(Sample("x", None, (), False, (one,)) for one in "ab")) for step in (0, 9)]
+    images = [Recorded(step, "seen", (Sample("x", None, (), False),) * 2) for step in (0, 9)]
     text = made([*RECORDED, *images], LOG, student="<b>small</b>")
     steps = [
         [re.findall(r"<h4>step (\d+)", article) for article in split.split("<article")[1:]]

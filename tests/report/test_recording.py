@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
-from io import BytesIO
 from itertools import pairwise
 from zlib import crc32
 
@@ -13,13 +11,12 @@ import torch
 from datasets import Dataset, Features, List
 from datasets import Image as ImageFeature
 from environments.worlds import END, call, given, rows
-from PIL import Image, ImageColor
+from PIL import Image
 from support import tiny, vision_language
 
 from trl_opsd import FixedRollout, HFRollout
 from trl_opsd.report.page import write
-from trl_opsd.report.records import log_of, recorded_in
-from trl_opsd.report.samples import CHUNK, TEXT, TOKENS
+from trl_opsd.report.samples import CHUNK, TEXT, TOKENS, log_of, recorded_in
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
 
@@ -162,7 +159,7 @@ def test_each_sample_names_its_teacher(make_trainer, tmp_path):
     assert max(same) < 1e-5 < min(other)
 
 
-def test_images_are_recorded_small_and_tell_prompts_apart(trained, tmp_path):
+def test_images_tell_prompts_apart(trained, tmp_path):
     colours = [["red"], [], ["lime", "blue"], ["yellow"]]
     images = [[Image.new("RGB", (400, 100), one) for one in each] for each in colours]
     prompts = [[{"role": "user", "content": "Which colour?"}]] * 4
@@ -171,20 +168,12 @@ def test_images_are_recorded_small_and_tell_prompts_apart(trained, tmp_path):
     given = {**EVALUATES, **vision_language.arguments(), "train_dataset": rows, "eval_dataset": rows}
     trained(report=True, rollout=HFRollout(), max_completion_length=4, **given)
     for found in [one for one in recorded_in(tmp_path) if one.split == "eval"]:
-        images = [[Image.open(BytesIO(b64decode(one))) for one in sample.images] for sample in found.samples]
-        assert {one.size for each in images for one in each} == {(160, 40)}
-        seen = sorted([one.getpixel((80, 20)) for one in each] for each in images)
-        expected = sorted([ImageColor.getrgb(one) for one in each] for each in colours)
-        for mine, theirs in zip(seen, expected, strict=True):
-            assert mine == [pytest.approx(one, abs=3) for one in theirs]
-        for sample in found.samples:
-            assert sample.prompt.count("⟨image, 4 tokens⟩") == len(sample.images)
-            assert "<image>" not in sample.prompt
+        assert sorted(sample.prompt.count("⟨image, 4 tokens⟩") for sample in found.samples) == [0, 1, 1, 2]
+        assert not any("<image>" in sample.prompt for sample in found.samples)
     page = (tmp_path / "report.html").read_text()
     of_evaluations, of_training = page.split("<h3>")[1:]
     assert of_evaluations.count("<article") == 4
-    assert of_evaluations.count('<img src="data:image/jpeg;base64,') == 4, "once for both steps"
-    assert "<img" in of_training
+    assert "<article" in of_training
 
 
 def test_tokens_outside_loss_have_no_divergence(make_trainer, tmp_path):

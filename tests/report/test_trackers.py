@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 from support import tiny
 
-from trl_opsd.report.records import recorded_in
+from trl_opsd.report.samples import recorded_in
 
 pytestmark = pytest.mark.trackers
 

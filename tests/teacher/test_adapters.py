@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support import tiny
@@ -307,9 +308,9 @@ def test_a_change_of_the_weights_that_are_lent_is_noticed(make_trainer, tmp_path
 @pytest.mark.long
 def test_plan_and_doctor_read_the_base(experts):
     base, paths = experts("lora")
-    given = ["plan", str(base), paths["math"], "--json", "--no-bf16", "--prompt", "16", "--length", "16"]
-    planned = json.loads(CliRunner().invoke(app, given).stdout)
-    assert planned["teacher"] == "none"
+    given = ["plan", str(base), paths["math"], "--no-bf16", "--prompt", "16", "--length", "16"]
+    planned = yaml.safe_load(CliRunner().invoke(app, given).stdout)
+    assert planned["placements"][0]["teacher"] == "none"
     assert planned["options"]["teacher_model_name_or_path"] == paths["math"]
-    done = CliRunner().invoke(app, ["doctor", str(base), paths["math"], "--json"])
-    assert json.loads(done.stdout)["ready"], done.output
+    done = CliRunner().invoke(app, ["doctor", str(base), paths["math"]])
+    assert yaml.safe_load(done.stdout)["ready"], done.output

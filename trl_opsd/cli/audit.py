@@ -5,14 +5,12 @@ B rows · C completion tokens · H hidden size · n tokens that count
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from tempfile import TemporaryDirectory
-from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +23,13 @@ from trl_opsd._compat.sharding import gathered_head, whole_head
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.loop.batch import Batch
-from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
+from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective, head_of_reference
 from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.report.records import rounded
+from trl_opsd.report.samples import rounded
 from trl_opsd.teacher.comparison import tokens_by_teacher
 from trl_opsd.teacher.self_teacher import OwnTeacher
 from trl_opsd.teacher.teachers import scored
@@ -49,7 +47,6 @@ _FLOORS = 10
 """Multiple of the noise floor below which a divergence is in part rounding."""
 _UNLIKELY = 1e-3
 """Probability of an end token that a teacher would not give where it ends itself."""
-_WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +81,9 @@ class Audit:
     student_clipped: float
     """Share of its completions that did not end."""
     loss: float
-    """The run's divergence, in nats; the next two are KLs over the whole vocabulary."""
-    reverse: float
+    """The run's divergence, in nats."""
     forward: float
+    """The forward KL over the whole vocabulary."""
     floor: float
     """KL in nats between two computations of the same teacher: each row alone and together, or two replicas."""
     context: float | None
@@ -96,8 +93,6 @@ class Audit:
     teacher_nats: float
     """Mean log-probability of the student's tokens under the teacher."""
     vocabulary: int
-    correlation: Mean | None = None
-    """Over rows, of the reward with the mean of log(p_T / p_S); `None` without rewards."""
     own: Mean | None = None
     """The teacher's own rewards on the same prompts; this and what follows are `None` where they were not measured."""
     knows: Mean | None = None
@@ -145,7 +140,6 @@ def audit(trainer: OPSDTrainer, rows: int = 32) -> Audit:
             student=None if rewards is None else Mean.of(rewards),
             student_clipped=_clipped(trainer, rollout),
             loss=tokens.loss.mean(),
-            reverse=tokens.reverse.mean(),
             forward=tokens.forward.mean(),
             floor=floor,
             context=context,
@@ -155,10 +149,7 @@ def audit(trainer: OPSDTrainer, rows: int = 32) -> Audit:
         )
         if rewards is None or np.isnan(rewards).all():
             return replace(found, cannot="there are no rewards" if rewards is None else "no completion got a reward")
-        means = (tokens.teacher - tokens.student).groupby(tokens.row).mean().reindex(range(len(inputs))).to_numpy()
-        return replace(
-            found, correlation=_correlation(means, rewards), **_tried(trainer, inputs, batch, rewards, tokens)
-        )
+        return replace(found, **_tried(trainer, inputs, batch, rewards, tokens))
 
 
 def of_run(arguments: Sequence[str], rows: int) -> Audit:
@@ -333,8 +324,8 @@ def tokens_of(
     objective: Objective,
     origin: OutputHead | None = None,
 ) -> DataFrame:
-    """A line for every token that counts, in nats: the run's divergence `loss`, the KLs `reverse` and `forward` over
-    the whole vocabulary, and the log-probabilities of the sampled `token`.
+    """A line for every token that counts, in nats: the run's divergence `loss`, the `forward` KL over the whole
+    vocabulary, and the log-probabilities of the sampled `token`.
     """
     parts, device = [], head.weight.device
     for share in tokens_by_teacher(heads, targets, rollout.weights, origin=origin):
@@ -348,8 +339,7 @@ def tokens_of(
         row_n, place_n = share.places_N // rollout.weights.size(1), share.places_N % rollout.weights.size(1)
         columns = {
             "loss": objective.of(mine, theirs, None, replace(sampled, nll_weight=None), references).divergence,
-            "reverse": _kl(ReverseKL(), objective, mine, theirs),
-            "forward": _kl(ForwardKL(), objective, mine, theirs),
+            "forward": _kl(objective, mine, theirs),
             "student": -streamed_entropy(LazyLogits(*mine, objective.temperatures[0]), *how, sampled.ids),
         }
         if isinstance(its, TokenHead):
@@ -362,11 +352,9 @@ def tokens_of(
     return concat(parts, ignore_index=True)
 
 
-def _kl(
-    kind: Divergence, of: Objective, student: tuple[Tensor, OutputHead], teacher: tuple[Tensor, OutputHead]
-) -> Tensor:
+def _kl(of: Objective, student: tuple[Tensor, OutputHead], teacher: tuple[Tensor, OutputHead]) -> Tensor:
     plain = Objective(
-        divergence=kind, temperatures=of.temperatures, chunk_tokens=of.chunk_tokens, vocabulary=of.vocabulary
+        divergence=ForwardKL(), temperatures=of.temperatures, chunk_tokens=of.chunk_tokens, vocabulary=of.vocabulary
     )
     return plain.of(student, teacher, None, None).divergence
 
@@ -383,7 +371,7 @@ def _apart(trainer: OPSDTrainer, rollout: Rollout, one: TeacherTargets, other: T
         for first, second in zip(*both, strict=True):
             head = teachers.heads[first.teacher]
             read = [(each.of_teacher(head.weight.device), head) for each in (second, first)]
-            nats.append(_kl(ForwardKL(), objective, *read))
+            nats.append(_kl(objective, *read))
     return float(torch.cat(nats).mean())
 
 
@@ -409,14 +397,6 @@ def _noise(trainer: OPSDTrainer, batch: Batch) -> float:
     again = TeacherTargets.by_row(known, read.weights.size(1), batch.targets.teacher)
     # Servers that tell some tokens have no states to compare, but their own noise.
     return max(0.0, float(np.fmax(_apart(trainer, read, batch.targets, again), teachers.noise or np.nan)))
-
-
-def _correlation(one: np.ndarray, other: np.ndarray) -> Mean:
-    """Pearson's with its standard error; 0 where one of both does not vary."""
-    known = ~np.isnan(one) & ~np.isnan(other)
-    one, other = one[known], other[known]
-    value = float(np.corrcoef(one, other)[0, 1]) if len(one) > 1 and one.std() and other.std() else 0.0
-    return Mean(value, float(((1 - value**2) / max(len(one) - 2, 1)) ** 0.5), len(one))
 
 
 # ---- What it concludes ---------------------------------------------------------------------------------------------
@@ -498,26 +478,6 @@ def verdict(of: Audit) -> Verdict:
 # ---- What is printed -----------------------------------------------------------------------------------------------
 
 
-def screen(one: Audit) -> str:
-    """The verdict, and all that was measured by the name of its field; at most 80 columns."""
-    found = verdict(one)
-    lines = [found.word.upper()]
-    lines += wrap(f"{found.why} {found.remedy}", _WIDTH, initial_indent="  ", subsequent_indent="  ")
-    for name, value in asdict(one).items():
-        if value not in (None, ""):
-            lines += wrap(_said(value), _WIDTH, initial_indent=f"  {name:<18}", subsequent_indent=" " * 20)
-    return "\n".join(lines)
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, dict):  # a mean
-        return "{value:.3g} ± {error:.2g}, of {rows} rows".format(**value)
-    if isinstance(value, tuple):
-        return "; ".join(map(_said, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def document(one: Audit) -> str:
-    """As JSON, with the verdict; `null` where a number is not known."""
-    values = rounded({"verdict": verdict(one)._asdict(), **asdict(one)})
-    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+def document(one: Audit) -> dict[str, Any]:
+    """What was measured, by the name of its field, and the verdict; `None` where a number is not known."""
+    return dict(rounded({**asdict(one), "verdict": verdict(one)._asdict()}))

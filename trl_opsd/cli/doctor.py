@@ -11,20 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
 from datasets import Dataset
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
-from rich.text import Text
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from trl_opsd._compat.versions import installed, untested
 from trl_opsd.cli.launch import launch_options
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import read
@@ -222,25 +216,13 @@ def template(pair: Pair) -> str:
     return f"Opens an answer with {opening!r}."
 
 
-# ---- States of the teacher, and the loss of this pair against its reference in float64 -------------------------------
+# ---- The loss of this pair against its reference in float64 ----------------------------------------------------------
 
 _DIVERGENCES = {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "jsd": GeneralizedJSD(0.5)}
-_ALIKE = 1e-5
-"""Largest difference between states, relative to the largest value, that float32 rounding explains."""
 _ROUNDING = 1e-4
 """Largest difference, relative to the largest value, that the order of float32 sums explains."""
 _NOTHING = 0.1
 """Lower bound of the value a difference is relative to: between models that agree all is rounding."""
-
-
-def depends_on_input(pair: Pair) -> str:
-    """The teacher's states depend on what it reads."""
-    # Not bit for bit, as the guard of a training compares them: attention rounds the average of equal values.
-    states_NH = pair.logits()[1].hidden
-    spread, largest = (states_NH - states_NH.mean(0)).abs().max(), states_NH.abs().max()
-    if spread < _ALIKE * largest:
-        raise ValueError(f"The teacher has the same hidden state at all {len(states_NH)} tokens: reload its weights.")
-    return f"States differ between tokens by up to {spread / largest:.2g} of the largest value."
 
 
 def loss(pair: Pair) -> str:
@@ -286,14 +268,9 @@ def _reference(
     return value_N.detach(), gradient_VN.float().T @ mine.head.weight
 
 
-def versions(_: Pair) -> str:
-    """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
-    if said := untested(installed()):
-        raise Doubt(said)
-    return ", ".join(f"{name} {number}" for name, number in installed().items())
-
-
 # ---- All, in their order ---------------------------------------------------------------------------------------------
+
+Verdict = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,68 +278,40 @@ class Finding:
     """The result of a check."""
 
     name: str
-    verdict: Literal["ok", "warning", "failed", "skipped"]
+    verdict: Verdict
     said: str
-    seconds: float
 
 
 def examine(pair: Pair) -> list[Finding]:
-    """All findings, in the order of the checks; most need that the training has started."""
+    """All findings, in the order of the checks; the others need that the training has started."""
     found: list[Finding] = []
     with TemporaryDirectory(prefix="trl_opsd-doctor-") as folder:
         checks: dict[str, Callable[[Pair], str]] = {"start": partial(start, folder=folder), "chat template": template}
-        if not pair.compares_bytes:
-            checks |= {"teacher input": depends_on_input, "loss": loss}
-        checks |= {"step": step, "versions": versions}  # the step last, as it changes the student
+        checks |= {} if pair.compares_bytes else {"loss": loss}
+        checks["step"] = step  # last, as it changes the student
         for name, check in checks.items():
             print(name, file=sys.stderr, flush=True)  # stdout has the answer alone
-            is_vain = name != "versions" and found and found[0].verdict == "failed"
-            found.append(Finding(name, "skipped", "Needs: start.", 0.0) if is_vain else _tried(name, check, pair))
+            is_vain = found and found[0].verdict == "failed"
+            found.append(Finding(name, "skipped", "Needs: start.") if is_vain else _tried(name, check, pair))
     return found
 
 
 def _tried(name: str, check: Callable[[Pair], str], pair: Pair) -> Finding:
-    begin, verdict = perf_counter(), "ok"
+    verdict: Verdict = "ok"
     try:
         said = check(pair)
     except Doubt as doubt:
         verdict, said = "warning", str(doubt)
     except Exception as error:  # whatever a model raises is a finding
         verdict, said = "failed", str(error) or type(error).__name__
-    return Finding(name, verdict, " ".join(said.split()), round(perf_counter() - begin, 2))  # type: ignore[arg-type]
-
-
-# ---- What is printed -------------------------------------------------------------------------------------------------
-
-_COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    """All findings in a sentence."""
-    of = {kind: [one.name for one in findings if one.verdict == kind] for kind in _COLOURS}
-    told = f"Ready: {len(of['ok'])} of {len(findings)} checks passed."
-    if of["failed"]:
-        told = f"Not ready: {', '.join(of['failed'])} failed, {len(of['skipped'])} of {len(findings)} checks skipped."
-    return f"{told} With warnings: {', '.join(of['warning'])}." if of["warning"] else told
+    return Finding(name, verdict, " ".join(said.split()))
 
 
 def document(pair: Pair, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings as JSON."""
+    """What is printed: the findings, and whether a training can start."""
     return {
         "student": pair.student,
         "teacher": pair.teacher,
-        "ready": all(one.verdict != "failed" for one in findings),
-        "verdict": verdict(findings),
         "checks": [asdict(one) for one in findings],
+        "ready": all(one.verdict != "failed" for one in findings),
     }
-
-
-def show(findings: Sequence[Finding]) -> None:
-    """Prints a table and the verdict."""
-    console, names = Console(), [Column(title, no_wrap=True) for title in ("check", "verdict", "s")]
-    table = Table(*names, Column("finding", overflow="fold"), box=None, pad_edge=False)
-    for one in findings:
-        text = Text(one.verdict, _COLOURS[one.verdict])
-        table.add_row(one.name, text, f"{one.seconds:4.1f}", escape(one.said))
-    console.print(table)
-    console.print(f"\n{verdict(findings)}", highlight=False)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+import yaml
 from typer.core import TyperGroup
 
 from trl_opsd.errors import OPSDError
@@ -58,22 +58,20 @@ def audit(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
     rows: Annotated[int, typer.Option(min=4, help="Rows that the student completes.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tells before a training whether its teacher will help, from a few dozen completions of the student.
 
-    What it says of each token and how much of that is noise, whether that goes with the rewards, whether it writes
-    better completions itself, and whether it recovers from the student's mistakes. Takes the options of `trl-opsd
-    train` too, such as `--teacher_model_name_or_path` for another teacher; runs in one process, and changes nothing.
+    What it says of each token and how much of that is noise, whether it writes better completions itself, and whether
+    it recovers from the student's mistakes. Takes the options of `trl-opsd train` too, such as
+    `--teacher_model_name_or_path` for another teacher; runs in one process, and changes nothing.
 
     Exit status: 0, 1 if the verdict is neither helps nor unknown, 2 for a wrong option, model or row.
     """
-    from trl_opsd.cli.audit import document, of_run, screen, verdict  # imports torch
+    from trl_opsd.cli.audit import document, of_run  # imports torch
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
-        found = of_run(["--config", str(config), *context.args], rows)
-    print(document(found) if as_json else screen(found))
-    raise typer.Exit(int(verdict(found).word not in ("helps", "unknown")))
+        found = document(of_run(["--config", str(config), *context.args], rows))
+    _answer(found, found["verdict"]["word"] in ("helps", "unknown"))
 
 
 def doctor(
@@ -87,7 +85,6 @@ def doctor(
         Path | None,
         typer.Option(help="YAML file of `trl-opsd train`: sets how to load the models, and is checked too."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Checks whether a student can be distilled from a teacher, before spending GPU time.
 
@@ -96,12 +93,11 @@ def doctor(
 
     Exit status: 0 if no check failed, 1 if one failed, 2 for a wrong option, or a student without a tokenizer.
     """
-    from trl_opsd.cli.doctor import document, examine, pair_of, show
+    from trl_opsd.cli.doctor import document, examine, pair_of
 
     with redirect_stdout(sys.stderr):
-        findings = examine(pair := pair_of(student, teacher, config))
-    print(json.dumps(document(pair, findings), indent=2)) if as_json else show(findings)
-    raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
+        found = document(pair := pair_of(student, teacher, config), examine(pair))
+    _answer(found, found["ready"])
 
 
 class Engine(StrEnum):
@@ -130,20 +126,18 @@ def plan(
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank, on all linear layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
 
-    Assumes AdamW, and loads no weights.
+    Assumes AdamW, and loads no weights. Prints GB of each device.
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
-    from trl_opsd.cli.plan import Load, planned, show
+    from trl_opsd.cli.plan import Load, planned
 
     load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9))
     found = planned(student, teacher or student, load, host_memory and host_memory * 1e9, engine)
-    print(json.dumps(found, indent=2)) if as_json else show(found)
-    raise typer.Exit(0 if found["fits"] else 1)
+    _answer(found, found["fits"])
 
 
 def report(
@@ -161,6 +155,12 @@ def report(
     from trl_opsd.report.page import write
 
     typer.echo(str(write(run, output)))
+
+
+def _answer(found: Mapping[str, Any], is_yes: bool) -> NoReturn:
+    """Prints what a command has found as YAML, and ends it, with status 1 where the answer is no."""
+    print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=100))
+    raise typer.Exit(0 if is_yes else 1)
 
 
 TRACEBACK = "--traceback"

@@ -15,9 +15,8 @@ from accelerate.utils import broadcast_object_list
 from annotated_types import MinLen
 from datasets import Dataset, concatenate_datasets
 
-from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd._compat.values import pydantic
-from trl_opsd.data.survey import digest
+from trl_opsd.checkpoints import newest_complete
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.build import average_of
 
@@ -51,10 +50,6 @@ class Expert(pydantic.BaseModel, extra="forbid", frozen=True):
     """A reward function, `module.function` or one of `trl.rewards`: the accuracy of completions of its rows."""
     test: str | None = None
     """Its rows to measure on. If not set, the split `test` of the dataset, or rows that are held out."""
-    server: str | None = None
-    """Address of a server that has its layers; then it is not measured itself."""
-    weight: float | None = None
-    """Its share of the loss: `weights` of the method `aggregation`."""
 
 
 def experts_of(given: Any) -> dict[str, Expert]:
@@ -100,21 +95,12 @@ class Experts:
 
     def __init__(self, experts: Mapping[str, Expert], load: Load, metrics: Sequence[Any], seed: int) -> None:
         self.experts, self._load, self._seed = experts, load, seed
+        self._found: dict[str, dict[str, float]] = {}
         self.rewards = [Metric(name, one) for name, one in zip(experts, metrics, strict=True)]
 
     @property
     def teachers(self) -> dict[str, str]:
         return {name: one.model for name, one in self.experts.items()}
-
-    def settings(self) -> dict[str, Any]:
-        """The options of the config that the experts set."""
-        found: dict[str, Any] = {}
-        if any(one.weight is not None for one in self.experts.values()):
-            weights = {name: one.weight or 1 for name, one in self.experts.items()}
-            found["methods"] = {"aggregation": {"by": "teachers", "weights": weights}}
-        if urls := {name: one.server for name, one in self.experts.items() if one.server is not None}:
-            found["teacher_server_url"] = urls
-        return found
 
     @cached_property
     def _rows(self) -> dict[str, tuple[Dataset, Dataset]]:
@@ -141,34 +127,19 @@ class Experts:
 
     def evaluate(self, trainer: OPSDTrainer) -> None:
         """Before training, measures all but the student after it; then that, and shows the table. Collective."""
-        file, said = Path(trainer.args.output_dir, FILE), self._measures(trainer)
-        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        (found,) = broadcast_object_list([known.get("accuracy", {}) if known.get("of") == said else {}])
-        is_trained = trainer.state.global_step > 0
-        found.pop(AFTER, None)  # of an earlier training
+        file, is_trained = Path(trainer.args.output_dir, FILE), trainer.state.global_step > 0
+        # A resume knows what was measured; where a training begins anew, the folder may be that of another.
+        if trainer.args.resume_from_checkpoint and file.exists() and newest_complete(file.parent)[0]:
+            self._found = json.loads(file.read_text(encoding="utf-8"))["accuracy"] | self._found
+        (found,) = broadcast_object_list([self._found])
         with preserved_rng(trainer.accelerator.device):  # whatever was measured, the same is trained
             self._measure(trainer, found, is_trained)
+        self._found = found
         if trainer.is_world_process_zero():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"of": said, "accuracy": found}, indent=1), encoding="utf-8")
+            file.write_text(json.dumps({"accuracy": found}, indent=1), encoding="utf-8")
             if is_trained:
                 self._publish(trainer, table(found, {name: len(test) for name, (_, test) in self._rows.items()}))
-
-    def _measures(self, trainer: OPSDTrainer) -> dict[str, Any]:
-        """What a measurement depends on, as JSON."""
-        args = trainer.args
-        names = [
-            *("max_completion_length", "temperature", "eval_temperature", "top_p", "top_k", "min_p"),
-            *("repetition_penalty", "num_generations_eval", "chat_template_kwargs", "generation_kwargs"),
-            *(["seed"] if args.eval_temperature != 0 else []),  # which draws
-        ]
-        said = {
-            "experts": {name: one.model_dump() for name, one in self.experts.items()},
-            "student": get_config_model_id(trainer.model.config),
-            "tests": {name: digest(test, None) for name, (_, test) in self._rows.items()},
-            **{name: getattr(args, name) for name in names},
-        }
-        return dict(json.loads(json.dumps(said, default=str)))
 
     def _measure(self, trainer: OPSDTrainer, found: dict[str, dict[str, float]], is_trained: bool) -> None:
         if is_trained:
@@ -184,8 +155,7 @@ class Experts:
         for name in whole:
             with trainer.generating_with(name):
                 found[name] = self._measured(trainer)
-        is_average_known = AVERAGE in found or trainer.cross is not None
-        if not is_average_known and all(one.server is None for one in self.experts.values()):
+        if AVERAGE not in found and trainer.cross is None and trainer.args.teacher_server_url is None:
             try:
                 model = average_of([*self.teachers.values()], trainer.args).to(trainer.model.dtype)
             except (ValueError, OSError) as error:

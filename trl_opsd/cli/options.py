@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,9 +25,6 @@ Splits = Mapping[str, Dataset | IterableDataset]
 """Datasets by the name of a split."""
 
 
-DTYPES = ["auto", "bfloat16", "float16", "float32"]
-
-
 @with_help
 @dataclass
 class ExtraArguments:
@@ -39,10 +36,6 @@ class ExtraArguments:
     experts: dict | str | None = None
     """Teachers with their datasets and metrics, names to `{model, dataset, metric}`: trains the student on all of them,
     measures everybody, and prints a table; see `docs/teachers.md`."""
-    teacher_dtype: str = field(default="auto", metadata={"choices": DTYPES})
-    """dtype of the teacher's weights; 'auto' is that of its checkpoint."""
-    teacher_attn_implementation: str | None = None
-    """Attention implementation of the teacher. If not set, `attn_implementation`."""
     dry_run: bool = False
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 

@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from rich.console import Console
-from rich.table import Column, Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -432,7 +429,7 @@ def considered(
 
 
 def planned(student: str, teacher: str, load: Load, host: float | None, engine: str | None) -> dict[str, Any]:
-    """The best placement of a training, as a document, with the next best."""
+    """The best placement of a training with the next best, in GB and as options; and what that comes to."""
     base, places = teacher, [*["itself"] * (load.lora is not None and student == teacher)]
     if (adapter := adapter_at(teacher, {})) is not None:
         adapter.check("teacher")
@@ -444,20 +441,34 @@ def planned(student: str, teacher: str, load: Load, host: float | None, engine: 
         if best.fits and not best.servers:
             break
     processes = "" if best.choice.sharding == "single" else f" --num_processes {load.gpus}"
+    phase, peak = best.peak
+    largest = max(best.phases[phase], key=lambda name: best.phases[phase][name])
+    verdict = "Fits: put these `options` and a `dataset_name` into run.yaml, then run `command`."
+    if not best.fits:
+        verdict = (
+            f"Does not fit in any placement: the phase `{phase}` needs {_gigabytes(peak)} GB; the largest part is "
+            f"`{largest}` with {_gigabytes(best.phases[phase][largest])} GB. Try more or larger devices, LoRA "
+            "(`--lora 16`), fewer rows, fewer tokens, or `--host-memory` to allow offloading."
+        )
     return {
-        **_placed(best, load),
-        "phases": best.phases,
-        "usable": int(SHARE * load.memory),
-        "command": f"trl-opsd train --config run.yaml --accelerate_config {best.choice.sharding}{processes}",
-        "options": options(best, student, teacher, load),
         "placements": [_placed(one, load) for one in plans],
+        "phases": {phase: {part: _gigabytes(of) for part, of in parts.items()} for phase, parts in best.phases.items()},
+        "usable": _gigabytes(SHARE * load.memory),
+        "options": options(best, student, teacher, load),
+        "command": f"trl-opsd train --config run.yaml --accelerate_config {best.choice.sharding}{processes}",
+        "fits": best.fits,
+        "verdict": verdict,
     }
 
 
 def _placed(plan: Plan, load: Load) -> dict[str, Any]:
     phase, peak = plan.peak
-    needed = {"peak": peak, "phase": phase, "host": plan.host, "gpus": load.gpus + plan.servers}
-    return {**asdict(plan.choice), **needed, "fits": plan.fits}
+    needed = {"peak": _gigabytes(peak), "phase": phase, "host": _gigabytes(plan.host)}
+    return {**asdict(plan.choice), **needed, "gpus": load.gpus + plan.servers, "fits": plan.fits}
+
+
+def _gigabytes(nbytes: float) -> float:
+    return float(f"{nbytes / 1e9:.4g}")
 
 
 def options(plan: Plan, student: str, teacher: str, load: Load) -> dict[str, Any]:
@@ -483,34 +494,5 @@ def options(plan: Plan, student: str, teacher: str, load: Load) -> dict[str, Any
         return {**found, "teacher_model_kind": "base"}
     if choice.teacher == "served":
         return {**found, "teacher_server_url": f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"}
-    return {**found, "teacher_model_name_or_path": teacher, "teacher_dtype": dtype, "teacher_offload": choice.teacher}
-
-
-def show(plan: dict[str, Any]) -> None:
-    """Prints a plan for a person."""
-    console, by_phase = Console(highlight=False), plan["phases"]
-    size, unit = (1e9, "GB") if plan["peak"] >= 1e9 else (1e6, "MB")
-    table = Table(unit, *(Column(phase, justify="right") for phase in by_phase), box=None)
-    for name in dict.fromkeys(name for parts in by_phase.values() for name in parts):
-        table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "" for parts in by_phase.values()))
-    table.add_row("sum", *(f"{sum(parts.values()) / size:.2f}" for parts in by_phase.values()), style="bold")
-    console.print(table, f"Estimates per device, of which {plan['usable'] / size:.4g} {unit} are usable.\n")
-    table = Table(*plan["placements"][0], title="Placements", box=None)
-    for one in plan["placements"]:
-        sums = {"peak": f"{one['peak'] / size:.1f}", "host": f"{one['host'] / size:.0f}"}
-        table.add_row(*map(str, (one | sums | {"fits": "yes" if one["fits"] else "no"}).values()))
-    console.print(table)
-    if not plan["fits"]:
-        parts = by_phase[plan["phase"]]
-        largest = max(parts, key=lambda name: parts[name])
-        console.print(
-            f"\nDoes not fit in any placement: the phase `{plan['phase']}` needs {plan['peak'] / size:.1f} {unit}; the "
-            f"largest part is `{largest}` with {parts[largest] / size:.1f} {unit}. Try more or larger devices, LoRA "
-            "(`--lora 16`), fewer rows, fewer tokens, or `--host-memory` to allow offloading."
-        )
-        return
-    console.print(
-        f"\nFits. Put these options and a `dataset_name` into run.yaml, then run [bold]{plan['command']}[/]\n",
-        soft_wrap=True,
-    )
-    console.print(yaml.safe_dump(plan["options"], sort_keys=False), markup=False, soft_wrap=True)
+    loading = {"teacher_model_init_kwargs": {"dtype": dtype}, "teacher_offload": choice.teacher}
+    return {**found, "teacher_model_name_or_path": teacher, **loading}

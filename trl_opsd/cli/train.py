@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from signal import SIGTERM
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.trl import (
@@ -30,8 +31,6 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.methods.reward_functions import found_function
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.options.rules import refuse
-from trl_opsd.progress import PHASES
-from trl_opsd.progress import in_words as duration
 from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
@@ -67,12 +66,16 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None, task: Tas
             trainer.add_callback(_OneStep())
             trainer.train()
             if trainer.accelerator.is_main_process:
-                print(_summary(trainer.state.log_history[0], trainer.state.max_steps))
+                steps = trainer.state.max_steps
+                whole = tqdm.format_interval(trainer.state.log_history[0]["step_time"] * steps)
+                said = "Dry run: one generation batch and one optimizer step succeeded; nothing was saved."
+                print(f"{said} All {steps} steps would take {whole}, without evaluations and checkpoints.")
             return trainer
+        resume = given.config.resume_from_checkpoint  # a string on the command line
+        resume = given.config.resume_from_checkpoint = {"true": True, "false": False}.get(str(resume).lower(), resume)
         if task:
             task.evaluate(trainer)
-        resume = given.config.resume_from_checkpoint  # a string on the command line
-        trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
+        trainer.train(resume_from_checkpoint=resume)
         if trainer.interrupted:
             return trainer
         trainer.save_model()
@@ -135,7 +138,7 @@ def end(trainer: OPSDTrainer) -> None:
 
 
 def _experts(given: RunOptions) -> Experts:
-    """The experts of a run, in whose place no other teachers, rows or rewards are; sets what they say of the loss."""
+    """The experts of a run, in whose place no other teachers, rows or rewards are."""
     extra, script, config = given.extra, given.script, given.config
     others = {
         "dataset_name": script.dataset_name,
@@ -152,16 +155,6 @@ def _experts(given: RunOptions) -> Experts:
         experts, lambda path: loaded(ScriptArguments(dataset_name=path), DatasetMixtureConfig()), metrics, config.seed
     )
     extra.teacher_models = found.teachers
-    settings = found.settings()
-    if (given := settings.pop("methods", None)) is not None:
-        others = config.methods if isinstance(config.methods, dict) else {}
-        if "aggregation" in others:
-            raise ValueError("`methods` has `aggregation`, and `experts` have weights: remove one of them.")
-        config.methods = {**others, **given}
-    for name, value in settings.items():
-        if getattr(config, name) not in (getattr(type(config), name), value):
-            raise ValueError(f"`{name}` is set, and in `experts` too: remove one of them.")
-        setattr(config, name, value)
     return found
 
 
@@ -170,23 +163,13 @@ def _experts(given: RunOptions) -> Experts:
 
 def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
     """Sets in the config how to load each model; `*_init_kwargs` override the other options."""
-    options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
-    config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
-    if config.teacher_model_kind is None and (config.teacher_model_name_or_path or extra.teacher_models):
-        options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
-        loading = _joined(extra, options, "teacher_model_init_kwargs", config)
-        if config.teacher_server_url is None:
-            loading["attn_implementation"] = loading.get("attn_implementation") or model.attn_implementation
-        else:  # the server has loaded it: what is set is refused
-            loading = {name: value for name, value in loading.items() if value not in (None, "auto")}
-        config.teacher_model_init_kwargs = loading
-
-
-def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
-    """Options of a group and the dict `of_model`, combined; `options` maps to names in that."""
-    given: dict[str, Any] = getattr(config, of_model) or {}
-    found = {name: getattr(group, option) for option, name in options.items()}
-    return {**{name: value for name, value in found.items() if value is not None}, **given}
+    options = {"revision": model.model_revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    given = {name: value for name, value in options.items() if value is not None}
+    config.model_init_kwargs = {**given, **(config.model_init_kwargs or {})}
+    is_loaded = config.teacher_model_kind is None and config.teacher_server_url is None
+    if is_loaded and (config.teacher_model_name_or_path or extra.teacher_models):
+        attention = {"attn_implementation": model.attn_implementation}
+        config.teacher_model_init_kwargs = {**attention, **(config.teacher_model_init_kwargs or {})}
 
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
@@ -240,18 +223,3 @@ class _OneStep(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         control.should_save = control.should_evaluate = False
-
-
-def _summary(logged: Mapping[str, float], steps: int) -> str:
-    """The first step's log in words; `steps` are those of the whole run."""
-    seconds = {PHASES[name]: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
-    names = [
-        *("divergence/mean", "entropy/student", "entropy/teacher", "completions/mean_length"),
-        *("completions/clipped_ratio", "loss", "grad_norm", "learning_rate"),
-    ]
-    told = {name: f"{logged[name]:.4g}" for name in names if name in logged}
-    told["seconds"] = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-    whole = duration(sum(seconds.values()) * steps)
-    told["the whole run"] = f"{steps} steps; estimated {whole}, without evaluations and checkpoints"
-    head = "Dry run: one generation batch and one optimizer step succeeded; nothing was saved."
-    return "\n".join([head, *(f"  {name:25} {text}" for name, text in told.items())])

@@ -62,24 +62,20 @@ _PROCEDURE = "## Training procedure"
 class Banner(TrainerCallback):
     """Prints the description of a trainer when a training begins, in the main process.
 
-    It shows the first prompt; `trainer.remove_callback(Banner)` silences it.
+    It shows the first prompt, but of a stream; `trainer.remove_callback(Banner)` silences it.
     """
 
     def __init__(self, trainer: OPSDTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        dropped = self._trainer.dropped_prompts
         if state.is_world_process_zero:
-            counted = dropped.copy()
-            tqdm.write(text(self._trainer, reads_stream=True))  # on lines of its own, beside a progress bar
-            dropped.clear()  # displaying a stream's first row must not count it as dropped
-            dropped.update(counted)
+            tqdm.write(text(self._trainer))  # on lines of its own, beside a progress bar
 
 
-def text(trainer: OPSDTrainer, reads_stream: bool = False) -> str:
-    """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
-    return "\n".join([type(trainer).__name__, *_filled([*_parts(trainer).items(), *_rows(trainer, reads_stream)])])
+def text(trainer: OPSDTrainer) -> str:
+    """The description, an entry for each part."""
+    return "\n".join([type(trainer).__name__, *_filled([*_parts(trainer).items(), *_rows(trainer)])])
 
 
 def published(trainer: OPSDTrainer) -> dict[str, str]:
@@ -190,7 +186,7 @@ def _completions(trainer: OPSDTrainer) -> str:
 # ---- Rows -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(trainer: OPSDTrainer, reads_stream: bool) -> Iterator[tuple[str, str]]:
+def _rows(trainer: OPSDTrainer) -> Iterator[tuple[str, str]]:
     named = {"train_dataset": trainer.train_dataset, **by_name(trainer.eval_dataset)}
     where, dataset = next((name, one) for name, one in named.items() if one is not None)
     is_stream = not isinstance(dataset, Dataset)
@@ -200,14 +196,10 @@ def _rows(trainer: OPSDTrainer, reads_stream: bool) -> Iterator[tuple[str, str]]
     yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}{more}"
     if unread := _unread(trainer, dataset):
         yield "unused columns", ", ".join(unread)
-    if is_stream and not reads_stream:
-        yield "prompts", "shown when training starts"
+    if is_stream:
         return
-    row = next(iter(dataset), None)
-    if row is None:
-        raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
     readers, methods = trainer.teaching.readers, trainer.methods
-    request = readers.intake.read(row, f"row 0 of {where}")
+    request = readers.intake.read(dataset[0], f"row 0 of {where}")
     yield "prompt", _decoded(trainer, readers.student, request)
     name = "teacher's prompt" if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
     if methods.get(PromptFunction) is not None or any(one.has("teacher_prompt") for one in methods.of_user):

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from pandas import DataFrame
 
-from trl_opsd.progress import PHASES, evaluated
-from trl_opsd.report.records import about, log_of, recorded_in
-from trl_opsd.types.loss import TENTHS
+from trl_opsd.progress import evaluated
+from trl_opsd.report.samples import about, log_of, recorded_in
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette, distinguishable with any colour vision; each colour also has its own dashes."""
@@ -26,11 +25,10 @@ _GREY = "#7f7f7f"
 
 
 class Chart(NamedTuple):
-    """Curves with the same unit: the columns of a frame, whose index is the horizontal axis."""
+    """Curves with the same unit: the columns of a frame, whose index is the step."""
 
     title: str
     unit: str
-    axis: str
     frame: DataFrame
 
 
@@ -47,6 +45,8 @@ _GROUPS = (
 )
 """Title, unit, names in a log (a group in the pattern names the curve), and whether evaluations are drawn too: their
 times and speeds cannot be compared with those of training."""
+_PHASES = {"complete": "generate", "teach": "score", "compare": "train"}
+"""Displayed names of phases, as in the rows of the console."""
 
 
 def charts(log: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
@@ -59,17 +59,10 @@ def charts(log: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
                 match = re.fullmatch(pattern, name.removeprefix(f"{split}_") if split else name)
                 if match and math.isfinite(value) and (of_evaluations or not split):
                     part = match[1] if match.re.groups else None
-                    curve = ", ".join(filter(None, [PHASES.get(part or "", part), split or "training"]))
+                    curve = ", ".join(filter(None, [_PHASES.get(part or "", part), split or "training"]))
                     points[curve][entry["step"]] = value
         if points:
-            yield Chart(title, unit, "step", DataFrame(points).sort_index())
-    places = [f"divergence/position_{tenth}" for tenth in range(TENTHS)]
-    having = {entry["step"]: entry for entry in log if any(place in entry for place in places)}
-    if having:
-        ends = {f"step {step}": having[step] for step in (min(having), max(having))}
-        values = {name: [entry.get(place, math.nan) for place in places] for name, entry in ends.items()}
-        frame = DataFrame(values, index=range(1, TENTHS + 1))
-        yield Chart("Divergence by position", "nats per token", "tenth of the completion", frame)
+            yield Chart(title, unit, DataFrame(points).sort_index())
 
 
 def picture(chart: Chart) -> str:
@@ -92,7 +85,7 @@ def picture(chart: Chart) -> str:
         "data": {"values": values},
         "mark": {"type": "line", "point": {"size": 20} if is_short else False},
         "encoding": {
-            "x": {"field": "x", "type": "quantitative", "title": chart.axis, "axis": {"tickCount": 6}},
+            "x": {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickCount": 6}},
             "y": {"field": "y", "type": "quantitative", "title": chart.unit, "scale": scale, "axis": y_axis},
             "color": {"field": "curve", "scale": {"domain": [*curves], "range": _COLOURS}, "title": None},
             "strokeDash": {"field": "curve", "scale": {"domain": [*curves], "range": _DASHES}},
@@ -149,6 +142,8 @@ def _first_and_last(recorded: Sequence[Any]) -> dict[str, dict[Any, list[tuple[i
     for split in sorted({one.split for one in recorded}, key=lambda one: (one == "train", one)):
         of_split = sorted((one for one in recorded if one.split == split), key=lambda one: one.step)
         ends, splits[split] = {one.step: one for one in (of_split[0], of_split[-1])}, defaultdict(list)
-        for step, sample in ((step, sample) for step, one in ends.items() for sample in one.samples):
-            splits[split][sample.prompt, *sample.images].append((step, sample))
+        for step, one in ends.items():
+            for place, sample in enumerate(one.samples):  # several may differ in their images alone
+                before = [each.prompt for each in one.samples[:place]].count(sample.prompt)
+                splits[split][sample.prompt, before].append((step, sample))
     return splits

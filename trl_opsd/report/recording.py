@@ -15,8 +15,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.progress import evaluated
-from trl_opsd.report.records import Recorded, append, keep_until, state_file, tell
-from trl_opsd.report.samples import Sample
+from trl_opsd.report.samples import Recorded, Sample, append, keep_until, state_file, tell
 from trl_opsd.types import Rollout
 
 logger = get_logger(__name__)
