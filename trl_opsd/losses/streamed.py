@@ -370,15 +370,6 @@ def streamed_entropy(
 
 
 @torch.no_grad()
-def streamed_greedy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
-    """A model's likeliest token at each position, [N], int64, the lowest id of equals; as [`streamed_entropy`]."""
-    ids_N = torch.empty(len(model.hidden), dtype=torch.long, device=model.hidden.device)
-    for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
-        ids_N[rows] = logits_RV.argmax(-1)
-    return ids_N
-
-
-@torch.no_grad()
 def streamed_likeliest(
     model: LazyLogits, k: int, chunk_tokens: int | None = None, vocabulary: int | None = None
 ) -> Tensor:

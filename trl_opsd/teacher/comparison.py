@@ -5,7 +5,7 @@ B rows · C completion tokens · M states that are kept · N tokens in the loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, ClassVar
@@ -211,30 +211,6 @@ def best(share: TeacherTokens, scores_N: Tensor) -> TeacherTokens:
         kept_N=best_K if share.kept_N is None else share.kept_N.to(device, non_blocking=True)[best_K],
         highest_K=None,
     )
-
-
-def pairs_to_read(
-    comparison: Comparison,
-    head: OutputHead,
-    teacher_heads: Sequence[OutputHead],
-    temperatures: tuple[float, float],
-    distinct: int,
-) -> Iterator[tuple[LazyLogits, LazyLogits, Tensor]]:
-    """The logits of student and teacher for the tokens in a loss, and their weights, [N], if these are by token.
-
-    Rows beyond the first `distinct` only fill the batch: their weights are 0.
-    """
-    device = head.weight.device
-    for share in comparison.shares:
-        if share.by_token:
-            is_own_N = share.places_N < distinct * share.weights_BC.size(1)
-            weights_N = (share.weights_BC.flatten()[share.places_N] * is_own_N).to(device)
-            student = LazyLogits(share.of_student(comparison.hidden_BCH, device), head, temperatures[0])
-            yield (
-                student,
-                LazyLogits(share.of_teacher(device), teacher_heads[share.teacher], temperatures[1]),
-                weights_N,
-            )
 
 
 def compared(
