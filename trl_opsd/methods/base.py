@@ -81,8 +81,6 @@ class Part:
     """What the loss read."""
     sums: Tensor
     """[B, columns], statistics of each row: `LossParts.rows`, read with [`~types.loss.columns`]."""
-    scored: Tensor | None
-    """[2], tokens that a late selection scored, and the sum of their scores; `None` without one."""
 
 
 class Method:

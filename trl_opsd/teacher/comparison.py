@@ -262,14 +262,11 @@ def compared(
     real = None if rollout.begins_at is not None else rollout.completion_mask
     parts: LossParts | None = None
     for share in shares:
-        scored_2 = None
         if objective.selection is not None:
-            scores_N = scores(share, objective.selection.criterion)
-            scored_2 = torch.stack([scores_N.new_full((), len(scores_N)), scores_N.sum()])
-            share = best(share, scores_N)
+            share = best(share, scores(share, objective.selection.criterion))
         per_token = of(share, share.of_tokens(rollout, device))
         places_N = None if share.by_token else share.places_N
-        part = replace(reduce(per_token, share.weights_BC, num_items, real, places_N), scored=scored_2)
+        part = reduce(per_token, share.weights_BC, num_items, real, places_N)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"
     return parts
