@@ -389,16 +389,6 @@ def test_retry_after_is_parsed_and_capped(said, expected):
     assert busy.value.seconds == expected
 
 
-def test_states_that_come_late_are_right_and_warned_of_once(served, checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(servers, "_PROBE_SECONDS", 0.0)
-    with pretended(checkpoint[1], after(1.5), faulty_from=2) as server:
-        teacher = served(server, timeout=1.0)
-        for seed in range(2):
-            check_equal(teacher, checkpoint[1], rows(4, seed=seed))
-        said = f"{server.url} has not answered a request within 1 seconds; waiting up to 6.66667 (from `ddp_timeout`)"
-        assert [said in one for one in caplog.messages].count(True) == 1
-
-
 def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, checkpoint, interruptible):
     with pretended(checkpoint[1], after(5), faulty_from=2) as server:
         teacher = served(server)

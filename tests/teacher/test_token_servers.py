@@ -172,7 +172,7 @@ def test_a_passing_fault_is_not_another_kind(checkpoint, monkeypatch):
 
         monkeypatch.setattr(Scoring, "posted", busy)
         asked = TeacherServer(server.url, 20.0, 5.0)
-        asked.look()
+        asked.look(tiny.tokenizer())
         assert asked.limits.keys() == {"student_top_k", "teacher_top_k"}
         assert sorted(refused) == ["/inference/v1/generate", "/v1/completions"]
 

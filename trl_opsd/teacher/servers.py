@@ -82,7 +82,7 @@ class TeacherServer(HTTPClient):
     """The server of a teacher, and the model that it serves.
 
     `deadline`: seconds per row over all attempts. `timeout`: seconds to wait until it is up, and again for its first
-    rows; a later row that takes longer is warned of, once. A `ValueError` if it is not up in time.
+    rows. A `ValueError` if it is not up in time.
     """
 
     api = "vLLM (pooling)"
@@ -93,7 +93,6 @@ class TeacherServer(HTTPClient):
     def __init__(self, url: str, deadline: float, timeout: float) -> None:
         super().__init__(KIND, url, KIND.health_seconds)
         self._row_seconds, self._start_seconds = deadline, max(timeout, _PROBE_SECONDS)
-        self._has_warned = False
         self._room = asyncio.Semaphore(_AT_ONCE)
         self.wait_until_up(timeout)
         self.model = self.get("/v1/models").parse(_Model)
@@ -135,7 +134,6 @@ class TeacherServer(HTTPClient):
         try:
             async with asyncio.timeout(seconds), self._room:
                 while True:
-                    alarm = asyncio.get_running_loop().call_later(self._start_seconds, self._warn_of_delay, each)
                     try:
                         return await ask(each)
                     except WrongAnswerError:
@@ -146,8 +144,6 @@ class TeacherServer(HTTPClient):
                         said, pause, left = str(error), PAUSE, left - 1
                         if not left:
                             raise
-                    finally:
-                        alarm.cancel()
                     await asyncio.sleep(pause)
         except TimeoutError:
             raise ServerError(
@@ -155,21 +151,13 @@ class TeacherServer(HTTPClient):
                 f"log, and raise `{origin}` if it just needs more time. {said}"
             ) from None
 
-    def _warn_of_delay(self, seconds: float) -> None:
-        if self.is_proved and not self._has_warned:
-            self._has_warned = True
-            warn_in_main(
-                f"The {KIND.name} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
-                f"waiting up to {seconds:g} (from `ddp_timeout`): see its log."
-            )
-
     # ---- What it offers -----------------------------------------------------------------------------------------
 
-    def look(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def look(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Finds out what it offers, and compares its tokenizer: a `ValueError` if it is another than the student's."""
         self.run(self._answer(lambda seconds: self._look(tokenizer, seconds), "told its offer"))
 
-    async def _look(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
+    async def _look(self, tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
         async def asked(path: str, body: Any = None) -> Response:
             method, given = ("GET", {}) if body is None else ("POST", {"json": body})
             answer = await self.request(method, path, seconds=seconds, **given)
@@ -199,8 +187,6 @@ class TeacherServer(HTTPClient):
             if answer.status == 200 and answer.parse(_Scores).prompt_token_id_logprobs is not None:
                 self.limits["student_top_k"] = int(allowed[1])
             self.context = self.model.max_model_len and self.model.max_model_len - 1  # a token is generated after it
-        if tokenizer is None:
-            return
         special = {*tokenizer.all_special_ids}  # which some servers leave out
         ids = [one for one in range(0, len(tokenizer), max(1, len(tokenizer) // 16)) if one not in special]
         answer = await asked("/detokenize", {"model": self.model.id, "tokens": ids})
