@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.methods import Certificate, Rewards, StudentQuantization
+from trl_opsd.methods import Rewards, StudentQuantization
 
 FORMATS = {
     "int4": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # the same as `StudentQuantization("int4")`
@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
 CONTROLS = {"supervised, quantised while training": True, "supervised, quantised after": False}
 """Next-token training on as many completions that the original has sampled."""
 
-FIGURES = {"accuracy": "eval_reward", "KL, nats": "eval_certificate/kl", "agreement": "eval_certificate/agreement"}
+FIGURES = {"accuracy": "eval_reward", "agreement": "eval_agreement/first"}
 REWARDS = {"arithmetic": right, "json": follows}
 SIZES = {
     "arithmetic": {"per_device_train_batch_size": 32, "max_completion_length": 40},
@@ -108,7 +108,6 @@ def build(
         eval_dataset=rows(asked.task, asked.held_out, held_out=True),
         methods=[
             Rewards(REWARDS[asked.task]),
-            Certificate(),
             *([StudentQuantization(FORMATS[asked.format])] if quantised else []),
         ],
     )
@@ -119,7 +118,7 @@ def distilled(asked: argparse.Namespace, way: str, seed: int) -> list[dict[str, 
     trainer = build(asked, seed, **WAYS[way])
     trainer.train()
     trainer.save_model(str(asked.output / "student"))
-    return [log for log in trainer.state.log_history if "eval_certificate/kl" in log]
+    return [log for log in trainer.state.log_history if "eval_agreement/first" in log]
 
 
 def supervised(asked: argparse.Namespace, way: str, seed: int) -> list[dict[str, float]]:

@@ -46,7 +46,7 @@ from trl_opsd.report.describe import Banner, published, text
 from trl_opsd.rollout import RolloutBackend, chosen_rollout
 from trl_opsd.teacher import FrozenTeacher, Resident, Teacher
 from trl_opsd.teacher.checks import TeacherLike
-from trl_opsd.teacher.comparison import compared, pairs_to_read
+from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -305,11 +305,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             gathered_head(*(teacher_heads := teachers.heads), (origin := teachers.origin_head)),
         ):
             parts = compared(comparison, head, teacher_heads, num_items, objective, origin)
-            if self.methods.reads_evaluations and not self.model.training:
-                rows, process = len(comparison.hidden_BCH), self.accelerator.process_index
-                distinct = rows if self.distinct_rows is None else max(0, self.distinct_rows - process * rows)
-                for pair in pairs_to_read(comparison, head, teacher_heads, objective.temperatures, distinct):
-                    self.methods.read(*pair)
             if self._recording is not None and comparison.rollout.begins_at is None:
                 from trl_opsd.report.samples import samples_of
 

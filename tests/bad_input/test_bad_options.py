@@ -151,7 +151,6 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
             {"contrast_weight": 0.5},
             {"extrapolation": 1.5},
             {"anchor_weight": 0.1},
-            {"certificate": True},
             {"tools": [tiny.add]},
             SAMPLED,
             *({name: OF_SAME_TOKENS[name], **FITTING.get(name, {})} for name in OF_SAME_TOKENS),

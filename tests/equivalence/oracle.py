@@ -318,17 +318,19 @@ class Oracle:
     def _teacher(self, row: Row) -> str:
         return str(row.get("teacher", "told"))
 
-    def certificate(self, rows: Sequence[Row]) -> tuple[float, float]:
-        """Of an evaluation with these rows: KL(teacher‖student) per token, and the share with the same likeliest."""
+    def agreement(self, rows: Sequence[Row]) -> float:
+        """Of an evaluation with these rows: the share of tokens whose likeliest is that of the target."""
         found: list[Tensor] = []
         for row in ({**row, "prompt": self._text(row["prompt"])} for row in rows):
             told = row["prompt"] if "privileged_context" not in row else self._joined(row, row["privileged_context"])
-            read = (self.student, row["prompt"]), (self.teachers[self._teacher(row)], told)
+            row["less"], its = self._joined(row, row.get("contrast_context", "")), self.temperatures[1]
             with torch.no_grad():
-                own, its = (self._logits(*one, row["ids"]).log_softmax(-1) for one in read)
-            found.append(torch.stack([forward_kl(own, its).sum(-1), (own.argmax(-1) == its.argmax(-1)).double()]))
-        kl, same = torch.cat(found, 1).mean(1).tolist()
-        return kl, same
+                own = self._logits(self.student, row["prompt"], row["ids"])
+                first = self._logits(self.origin, row["prompt"], row["ids"]) if self.reads_origin else torch.zeros(())
+                told = self._logits(self.teachers[self._teacher(row)], told, row["ids"])
+                target = self._target(row, told / its, first / its)
+            found.append((own.argmax(-1) == target.argmax(-1)).double())
+        return float(torch.cat(found).mean())
 
     # ---- Tokens ----
 

@@ -87,7 +87,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a user's method": {"methods": ["one"]},
     "no guard": {"collapse_guard": None},
     "quantised": {"student_quantization": "fp8"},
-    "certified": {"certificate": True, "eval_on_start": True, "eval_strategy": "steps"},
+    "evaluated": {"eval_on_start": True, "eval_strategy": "steps"},
     "student's tokens": {"known": "student_top_k"},
     "teacher's tokens": {"known": "teacher_top_k"},
     "tokens of both": {"known": "both_top_k"},
@@ -122,16 +122,15 @@ OTHER_PROMPTS = {"unprivileged", "a prompt of the completion", "a prompt of rewa
 """Those of a teacher have no beginning in common; with `SUCCESS` some have."""
 OTHER_READING = {*OTHER_PROMPTS, *SUCCESS, "feedback"}
 """With these a teacher reads more than columns in evaluations."""
-CERTIFICATE = ("kl", "agreement")
 KNOWN = {name for name, given in VARIANTS.items() if "known" in given}
 REFUSED: list[tuple[str, set[str], str]] = [
-    ("bytes", {*LATE, *THIRD_MODELS, "certified"}, "`cross_tokenizer='bytes'` with `"),
+    ("bytes", {*LATE, *THIRD_MODELS}, "`cross_tokenizer='bytes'` with `"),
     ("bytes", {"constant"}, "`cross_tokenizer='bytes'` with `Constant`"),
     *((name, OF_REWARDS, "`lmbda=0") for name in ("no student", "stored")),
     ("rising weights", {"weights from 0"}, "`methods` contains two of the name 'AlongCompletion'"),
-    ("stored", {"certified"}, "there are targets of completions in the dataset alone"),
+    ("stored", {"evaluated"}, "there are targets of completions in the dataset alone"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
-    *((name, {*WHOLE, *CUT, "certified"}, "needs the whole distribution of each teacher") for name in KNOWN),
+    *((name, {*WHOLE, *CUT}, "needs the whole distribution of each teacher") for name in KNOWN),
     ("bytes", CUT, "`cross_tokenizer='bytes'` with `"),
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
@@ -150,8 +149,9 @@ APART: list[tuple[str, set[str]]] = [
     # the teacher of another row would read what its columns say, not what was made of them
     ("shuffled", {"a prompt of the completion", "a prompt of rewards", "feedback", *SUCCESS}),
     ("constant", {*LATE, "prefix", "random"}),
+    *((name, {"evaluated"}) for name in ("bytes", *KNOWN)),  # which log no agreement
 ]
-"""Methods of `examples/methods` that replace what another one does."""
+"""Methods of `examples/methods` that replace what another one does, and what cannot be seen together."""
 
 
 def cases() -> list[tuple[str, ...]]:
@@ -285,7 +285,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
                 teacher_model=None if is_stored and not keeps else teacher,
                 args=args,
                 train_dataset=Dataset.from_dict(columns),
-                eval_dataset=Dataset.from_dict(columns) if "certificate" in options else None,
+                eval_dataset=Dataset.from_dict(columns) if "eval_strategy" in options else None,
                 processing_class=words,
                 teacher_processing_class=YOURS if by_bytes else None,
                 rollout=Answering(words),
@@ -302,31 +302,31 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     for step, place, row in sorted(gather_object(trainer.read), key=lambda one: one[:2]):
         assert place == len(steps[step])
         steps[step].append(row)
-    certified = [[row for step, row in gather_object(trainer.evaluated) if step == at] for at in (0, args.max_steps)]
+    evaluated = [[row for step, row in gather_object(trainer.evaluated) if step == at] for at in (0, args.max_steps)]
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     of_clocks = ("time/", "tokens_per_second")
     names = {"mine/weights", *(name for name in OPSDTrainer.known_metrics if not name.startswith(of_clocks))}
     return {
         "steps": steps,
         "metrics": {name: values for name in names if (values := tiny.logged(trainer, name))},
-        "evaluated": certified,
-        "certificates": [*zip(*(tiny.logged(trainer, f"eval_certificate/{one}") for one in CERTIFICATE), strict=True)],
+        "evaluated": evaluated,
+        "agreements": tiny.logged(trainer, "eval_agreement/first"),
         "losses": [logs.get(step + 1) for step in range(args.max_steps)],
         "weights": tiny.weights(trainer).numpy(),  # which travels between processes without shared memory
     }
 
 
 def expected(options: dict[str, Any], found: dict[str, Any]) -> tuple[list[float], torch.Tensor, list[Any]]:
-    """The losses, weights and certificates in float64."""
+    """The losses, weights and agreements in float64."""
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words, theirs = (MINE, YOURS) if by_bytes else (WORDS, None)
     teachers = {"told": teacher, "other": other(by_bytes)}
     oracle = Oracle(student, teachers, words, options, RATE, theirs)
     before, after = found["evaluated"]
-    certificates = [oracle.certificate(before)] if before else []
+    agreements = [oracle.agreement(before)] if before else []
     losses = [oracle.step(rows) for rows in found["steps"]]
-    return losses, flat(student), [*certificates, *([oracle.certificate(after)] if after else [])]
+    return losses, flat(student), [*agreements, *([oracle.agreement(after)] if after else [])]
 
 
 def flat(model: Any) -> torch.Tensor:
@@ -341,13 +341,12 @@ def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
     assert "refused" not in found, found["refused"]
     if "prefixes" in names and not {*names} & {*OTHER_PROMPTS, *SUCCESS, *KNOWN, "stored"}:
         assert sum(found["metrics"]["teacher/prefix_saved"]) > 0
-    losses, weights, certificates = expected(options_of(names), found)
+    losses, weights, agreements = expected(options_of(names), found)
     # a step in which no row counts has no loss
     assert [one or 0.0 for one in found["losses"]] == pytest.approx(losses, rel=1e-5, abs=1e-7)
-    assert len(found["certificates"]) == 2 * ("certified" in names)
+    assert len(found["agreements"]) == 2 * ("evaluated" in names)
     if not {*names} & OTHER_READING:
-        for one, other in zip(found["certificates"], certificates, strict=True):
-            assert one == pytest.approx(other, rel=1e-4)
+        assert found["agreements"] == pytest.approx(agreements, rel=1e-4)
     moved = float((weights - flat(models("bytes" in names)[0])).abs().max())
     off = float((weights - torch.from_numpy(found["weights"])).abs().max())
     assert off <= 1e-5 * moved + 2e-7
@@ -402,7 +401,7 @@ def test_every_option_of_a_method_is_in_the_pairs():
 
 
 UNSEEN = {
-    "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "certificate", "columns",
+    "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "columns",
     "eval_on_start", "eval_strategy", "max_tokens_per_microbatch", "loss_chunk_tokens", "lmbda",
     "teacher_prefix_cache_gb", "stored", "cross_tokenizer", "cross_tokenizer_missed",
 }  # fmt: skip

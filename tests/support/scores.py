@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.teacher.answers import Row, Tokens
-from trl_opsd.teacher.served import ServedTeacher, answers_of
+from trl_opsd.teacher.served import ServedTeacher
 
 OFFERS = ("student_top_k", "teacher_top_k")
 
@@ -43,6 +43,5 @@ class Scores:
 def known_teacher(model: Any, targets: str, top_k: int | None = None, **given: Any) -> ServedTeacher:
     """A teacher of which servers tell some tokens."""
     server, rows = Scores(model, **given), model.get_output_embeddings().weight.size(0)
-    return ServedTeacher(
-        "nowhere", server, answers_of(server, targets, "nowhere", {}, torch.device("cpu"), rows, top_k)
-    )
+    answers = Tokens(server, targets, "nowhere", {}, torch.device("cpu"), rows, top_k)
+    return ServedTeacher("nowhere", server, answers)

@@ -190,7 +190,7 @@ SETTINGS = {
 
 def with_methods(options: dict[str, Any]) -> dict[str, Any]:
     """Options in which such settings stand in `methods`, where methods have them."""
-    found = {name: value for name, value in options.items() if name not in (*SETTINGS, "certificate", "collapse_guard")}
+    found = {name: value for name, value in options.items() if name not in (*SETTINGS, "collapse_guard")}
     given = found.pop("methods", None)
     if given is not None and not isinstance(given, dict):
         return {**found, "methods": given}
@@ -200,8 +200,6 @@ def with_methods(options: dict[str, Any]) -> dict[str, Any]:
             methods.setdefault(method, {})[setting] = options[name]
     if options.get("collapse_guard", True) is None:
         methods["collapse_guard"] = {"warns": False}
-    if options.get("certificate"):
-        methods["certificate"] = {}
     return {**found, **({"methods": methods} if methods else {})}
 
 

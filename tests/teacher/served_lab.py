@@ -10,7 +10,8 @@ import torch
 from support import tiny
 
 from trl_opsd.teacher import FrozenTeacher, Resident
-from trl_opsd.teacher.served import ServedTeacher, answers_of
+from trl_opsd.teacher.answers import States, Tokens
+from trl_opsd.teacher.served import ServedTeacher
 from trl_opsd.teacher.servers import TeacherServer
 from trl_opsd.types import Rollout
 from trl_opsd.types.known import KnownTokens
@@ -47,7 +48,7 @@ def proposed(number: int = 6, seed: int = 0) -> Rollout:
 def states_teacher(path: str, url: str, deadline: float = 20.0, timeout: float = 0.0) -> ServedTeacher:
     """A teacher whose server returns states, compared with its checkpoint."""
     server = TeacherServer(url, deadline, timeout)
-    teacher = ServedTeacher(path, server, answers_of(server, "states", path, {}, CPU, V))
+    teacher = ServedTeacher(path, server, States(path, {}, CPU))
     teacher.check_predictions({})
     return teacher
 
@@ -56,7 +57,7 @@ def tokens_teacher(path: str, url: str, targets: str = "both_top_k", top_k: int 
     """The same for a server that tells log-probabilities of tokens."""
     server = TeacherServer(url, 60.0, 0.0)
     server.look(tiny.tokenizer())
-    teacher = ServedTeacher(path, server, answers_of(server, targets, path, {}, CPU, V, top_k))
+    teacher = ServedTeacher(path, server, Tokens(server, targets, path, {}, CPU, V, top_k))
     teacher.check_predictions({})
     return teacher
 

@@ -42,8 +42,8 @@ def asked(url: str) -> TeacherServer:
 
 
 def scores(server: TeacherServer, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> KnownTokens:
-    kinds = ["student_top_k"] * (wanted is not None) + ["teacher_top_k"] * (k > 0)
-    answers = Tokens("nowhere", {}, CPU, V, server.api, server.limits, kinds, k or None)
+    targets = "teacher_top_k" if wanted is None else "both_top_k" if k else "student_top_k"
+    answers = Tokens(server, targets, "nowhere", {}, CPU, V, k or None)
     row = Row(tuple(ids), tuple(places), () if wanted is None else tuple(map(tuple, wanted.tolist())))
     return KnownTokens.unpack(server.start(answers, row).result())
 

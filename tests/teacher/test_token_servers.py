@@ -143,7 +143,6 @@ def test_training_with_all_tokens_told_is_as_with_the_teacher(trained, make_trai
         ({"extrapolation": 0.0, "contrast_weight": 0.5}, "`methods='(Contrast|Extrapolation)'`"),
         ({"extrapolation": 0.0}, "`methods='Extrapolation'`"),
         ({"temperature": 0.5}, "`teacher_temperature=0.5`"),
-        ({"certificate": True}, "`methods='Certificate'`"),
     ],
 )
 def test_what_needs_a_whole_distribution_is_refused_before_training(make_trainer, given, named):
@@ -173,7 +172,7 @@ def test_a_passing_fault_is_not_another_kind(checkpoint, monkeypatch):
 
         monkeypatch.setattr(Scoring, "posted", busy)
         asked = TeacherServer(server.url, 20.0, 5.0)
-        asked.look()
+        asked.look(tiny.tokenizer())
         assert asked.limits.keys() == {"student_top_k", "teacher_top_k"}
         assert sorted(refused) == ["/inference/v1/generate", "/v1/completions"]
 

@@ -330,7 +330,7 @@ class TrainerHooks(TrainerMembers):
             # Not as arguments: FSDP2 reads each field of dataclasses among these, and so would make `hidden`.
             compared = partial(self._compared, student, rollout, targets, num_items_in_batch)
             # TRL's: calls it inside the wrapper's forward, where ZeRO-3 and FSDP2 gather weights.
-            loss, sums, scored = self._forward_redirection(model, student, compared)
+            loss, sums = self._forward_redirection(model, student, compared)
             if not is_last:  # DeepSpeed accepts several backward passes before a step
                 engine = self.accelerator.deepspeed_engine_wrapped
                 engine.backward(loss, sync_gradients=False, scale_wrt_gas=False)
@@ -340,7 +340,7 @@ class TrainerHooks(TrainerMembers):
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            self._stats.add(Part(inputs.rows, inputs.rollout, sums, scored))
+            self._stats.add(Part(inputs.rows, inputs.rollout, sums))
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss
             counted = self._stats.reduced()
@@ -356,8 +356,8 @@ class TrainerHooks(TrainerMembers):
     # Inside the forward of the student's distributed wrapper: no collectives in it.
     def _compared(
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The loss, its statistics of each row, and `LossParts.scored`."""
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and its statistics of each row."""
         rollout = rollout.cut()
         targets = targets.cut(rollout.completion_ids.size(1))
         with autocast(self.accelerator):  # of the wrapper's own `forward`, which is not called
@@ -365,7 +365,7 @@ class TrainerHooks(TrainerMembers):
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
         if self.model.training:
             self._guard.watch(student)
-        return parts.loss, self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
+        return parts.loss, self._stats.by_teacher(parts.rows, targets.teacher)
 
     def _is_finite(self, named: dict[str, float]) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""

@@ -16,7 +16,7 @@ from trl_opsd.methods.aggregation import Aggregation
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.collapse import CollapseGuard
 from trl_opsd.methods.off_policy import OffPolicy
-from trl_opsd.methods.quantization import Certificate, StudentQuantization
+from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.methods.selection import TokenSelection
 from trl_opsd.methods.targets import Anchor, Contrast, Extrapolation
@@ -33,7 +33,6 @@ METHODS: tuple[type[Method], ...] = (
     TokenSelection,
     Aggregation,
     CollapseGuard,
-    Certificate,
 )
 """Those of the package: what comes later sees what earlier ones have set."""
 
@@ -41,7 +40,6 @@ NAMED: Mapping[str, type[Method]] = MappingProxyType(
     {
         "aggregation": Aggregation,
         "anchor": Anchor,
-        "certificate": Certificate,
         "collapse_guard": CollapseGuard,
         "contrast": Contrast,
         "extrapolation": Extrapolation,

@@ -20,7 +20,7 @@ from torch import Tensor
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.rows import BatchRow, Written
-from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
+from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.metrics import Metric
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ class Part:
     """What the loss read."""
     sums: Tensor
     """[B, columns], statistics of each row: `LossParts.rows`, read with [`~types.loss.columns`]."""
-    scored: Tensor | None
-    """[2], tokens that a late selection scored, and the sum of their scores; `None` without one."""
 
 
 class Method:
@@ -222,12 +220,6 @@ class Method:
         return tokens
 
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
-
-    def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        """Tokens of an evaluation that a teacher has scored, [N], weighted, 0 in rows that only fill a batch.
-
-        For each micro-batch and teacher, once its loss is known, without collectives. Not where tokens differ.
-        """
 
     def evaluated(self, sums: MutableMapping[str, Any]) -> None:
         """A dataset is evaluated: may change the sums over its tokens, by [`~types.LossParts`], of teachers too."""

@@ -28,7 +28,7 @@ from trl_opsd.methods.rewards import Rewards
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.rules import refuse, shown
 from trl_opsd.options.table import LARGEST_WEIGHT
-from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
+from trl_opsd.types import Rollout, TeacherTargets
 
 M = TypeVar("M", bound=Method)
 
@@ -257,15 +257,6 @@ class Methods:
             for one in self._of("evaluation"):
                 stack.enter_context(one.evaluation(prefix))
             yield
-
-    @property
-    def reads_evaluations(self) -> bool:
-        """Whether one reads the tokens of evaluations."""
-        return bool(self._of("read"))
-
-    def read(self, student: LazyLogits, teacher: LazyLogits, weights_N: Tensor) -> None:
-        for one in self._of("read"):
-            one.read(student, teacher, weights_N)
 
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
 

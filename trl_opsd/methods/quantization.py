@@ -1,19 +1,15 @@
-"""Trains a student as it will be served, with quantised weights, and measures how far it is from its teacher then.
-
-N tokens
-"""
+"""Trains a student as it will be served, with quantised weights, and saves it so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, final
 
-import torch
 from accelerate.logging import get_logger
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 from transformers.training_args import OptimizerNames
 
@@ -36,13 +32,10 @@ from trl_opsd._compat.torchao import (
     save_quantized,
 )
 from trl_opsd._compat.trl import get_config_model_id
-from trl_opsd.losses import ForwardKL, streamed_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.models.checks import PLACE_OPTIONS
 from trl_opsd.models.weights import first_change, sample
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.types import LazyLogits
-from trl_opsd.types.metrics import Logs, Metric
 
 FOLDER = "quantized"
 """The folder of the quantised student, beside its weights."""
@@ -135,35 +128,3 @@ def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and id(module) not in inside:
             yield base_name(name), module
-
-
-_LOGS = Logs(
-    "mean over the tokens in the loss of an evaluation, of all processes", "the method `certificate`", trained=False
-)
-
-
-@final
-class Certificate(Method):
-    """Has evaluations measure KL(teacher‖student) at temperature 1 and the share of tokens with the same likeliest
-    token; with `eval_on_start=True` before the first step, too, which is what quantising alone costs.
-    """
-
-    by_token = needs_whole = True
-    whole_rows = False
-    metrics: ClassVar = {
-        "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
-        "certificate/agreement": Metric("1", "Share of tokens where both models have the same likeliest one.", _LOGS),
-    }
-
-    def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        counts = weights != 0  # each token alike, whatever counts alike in the loss
-        if not (total := int(counts.sum())):
-            return
-        student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)
-        args, vocabulary = self.host.args, self.host.current_objective.vocabulary
-        how = {"chunk_tokens": args.loss_chunk_tokens, "vocabulary": vocabulary}
-        with torch.no_grad():
-            found = streamed_divergence(student, teacher, ForwardKL(), **how)
-        assert found.same_first is not None, "known of all tokens"
-        self.host.record("certificate/kl", float(found.divergence[counts].mean()), total)
-        self.host.record("certificate/agreement", float(found.same_first[counts].mean()), total)

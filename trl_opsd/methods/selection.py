@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
-from accelerate.logging import get_logger
 from numpy import ndarray
 from torch import Tensor
 
@@ -23,8 +22,6 @@ from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
 from trl_opsd.types.loss import columns
 from trl_opsd.types.metrics import STEPS, Logs, Metric
-
-logger = get_logger(__name__)
 
 _SALT = 1
 """Separates the seeds of token selection from those of `lmbda`."""
@@ -57,11 +54,6 @@ class TokenSelection(Method):
             "1",
             "Share of tokens that are trained on; all other metrics of a training are over these tokens.",
             Logs(STEPS, "the method `token_selection`; not where processes share rows", evaluated=False),
-        ),
-        "selection/score": Metric(
-            "nats",
-            "Mean over all tokens of the score that selects tokens: the student's entropy, or the divergence.",
-            Logs(STEPS, "`token_selection` by one of these", evaluated=False),
         ),
     }
 
@@ -115,23 +107,15 @@ class TokenSelection(Method):
         return self.by_token and self.host.model.training
 
     def tally(self, part: Part) -> Tensor:
-        """[4]: tokens that were selected, tokens to select from, tokens that were scored, and their scores."""
-        if self.by_token and part.scored is None:
-            logger.warning_once(
-                f"`TokenSelection({self.criterion!r})` was not applied: `super().compare` applies it, but your own "
-                "`compare` did not return its `scored` (change what it returns with `dataclasses.replace`)."
-            )
+        """[2]: tokens that were selected, and tokens to select from."""
         weight_B, tokens_B = columns(part.sums, "weight", "tokens").unbind(1)
         counted_B = (weight_B > 0).to(part.sums.dtype)  # a row repeated only to keep collectives matched has no weight
         candidates_BC = part.rollout.counts if self.by_token else part.rollout.generated
-        sums_2 = torch.stack([tokens_B, candidates_BC.sum(1).to(part.sums)]).mul(counted_B).sum(1)
-        return torch.cat([sums_2, sums_2.new_zeros(2) if part.scored is None else part.scored.to(sums_2)])
+        return torch.stack([tokens_B, candidates_BC.sum(1).to(part.sums)]).mul(counted_B).sum(1)
 
     def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         if tally is None:
             return
-        selected, candidates, scored, score = tally.tolist()
+        selected, candidates = tally.tolist()
         if candidates:
             self.host.record("selection/share", selected / candidates)
-        if scored:
-            self.host.record("selection/score", score / scored)

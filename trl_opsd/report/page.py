@@ -34,8 +34,6 @@ class Chart(NamedTuple):
 
 _GROUPS = (
     ("Divergence", "nats per token", r"divergence/mean", True),
-    ("KL(teacher‖student) at temperature 1", "nats per token", r"certificate/kl", True),
-    ("Same likeliest token", "share", r"certificate/agreement", True),
     ("Reward", "mean", r"reward|rewards/(.+)/mean", True),
     ("Entropy", "nats per token", r"entropy/(student|teacher)", True),
     ("Length of completions", "tokens", r"completions/mean_length", True),

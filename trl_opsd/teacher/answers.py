@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from statistics import median, pstdev
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from trl_opsd.models.backbone import logits_of, shape_of
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
 from trl_opsd.types import OutputHead
 from trl_opsd.types.known import MOST_IDS, KnownTokens, TokenHead
+
+if TYPE_CHECKING:
+    from trl_opsd.teacher.servers import TeacherServer
 
 POOLING = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''
 """How to start a server of states, for messages."""
@@ -187,30 +190,35 @@ _Told = tuple[Tensor, Tensor]
 class Tokens(Answers):
     """Log-probabilities of the student's or the teacher's likeliest tokens: [`KnownTokens`], packed.
 
-    `offers` are the largest K of each kind by what the server offers, `kinds` those of [`KINDS`] that are asked for,
-    `top_k` the K of each. The vocabulary is that of the config at `path`, or else `vocabulary`, the student's.
+    `targets` is a value of `teacher_server_targets`, of the checkpoint at `path`; `options` are such as `revision`. The
+    vocabulary is that of its config, or else `vocabulary`, the student's.
     """
 
     start = SCORING
 
     def __init__(
         self,
+        server: TeacherServer,
+        targets: str,
         path: str,
         options: Mapping[str, Any],
         device: torch.device,
         vocabulary: int,
-        api: str,
-        offers: Mapping[str, int | None],
-        kinds: Sequence[str],
         top_k: int | None,
     ) -> None:
-        self.api, self.vocabulary = api, vocabulary
+        kinds = KINDS if targets == "both_top_k" else (targets,)
+        if not {*kinds} <= server.limits.keys():
+            raise ValueError(
+                f"`teacher_server_targets={targets!r}`: the teacher's server at {server.url} ({server.api}) offers "
+                f"{sorted(server.limits)} only: set one of these, or start vLLM 0.32 or newer with `{SCORING}`."
+            )
+        self.api, self.vocabulary = server.api, vocabulary
         try:
             self.config = AutoConfig.from_pretrained(path, **options)
             self.vocabulary = self.config.get_text_config().vocab_size
         except (OSError, ValueError):  # somebody else's server: the checkpoint need not be here
             warn_in_main(f"No config is found at {path!r}: assuming that the teacher has the student's vocabulary.")
-        limits = [limit for one in kinds if (limit := offers.get(one)) is not None]
+        limits = [limit for one in kinds if (limit := server.limits[one]) is not None]
         if top_k is not None and limits and top_k > min(limits):
             raise ValueError(
                 f"`teacher_server_top_k={top_k}`: the teacher's server tells {min(limits)} tokens per position at "

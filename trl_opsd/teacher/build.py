@@ -278,7 +278,8 @@ def served(
 ) -> Teacher:
     """A teacher behind a server, which all processes have found to be the same."""
     # These need aiohttp, which may be absent where no server is used.
-    from trl_opsd.teacher.served import ServedTeacher, answers_of, chosen_targets
+    from trl_opsd.teacher.answers import Answers, States, Tokens
+    from trl_opsd.teacher.served import ServedTeacher, chosen_targets
     from trl_opsd.teacher.servers import TeacherServer
 
     server, place = TeacherServer(url, deadline(args), args.teacher_server_timeout), location(args)
@@ -286,8 +287,12 @@ def served(
     if targets != "states":
         server.look(tokenizer)
         targets = targets or chosen_targets(server.limits, divergence)
-    of_student = model_shape(student)[0]
-    answers = answers_of(server, targets, path, place, args.device, of_student, args.teacher_server_top_k)
+    answers: Answers
+    if targets == "states":
+        answers = States(path, place, args.device)
+    else:
+        of_student = model_shape(student)[0]
+        answers = Tokens(server, targets, path, place, args.device, of_student, args.teacher_server_top_k)
     teacher = ServedTeacher(path, server, answers, args.teacher_cache_device, _progress(args))
     teacher.check_predictions(place)
     return teacher

@@ -5,7 +5,7 @@ B rows · C completion tokens · M states that are kept · N tokens in the loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, ClassVar
@@ -212,30 +212,6 @@ def best(share: TeacherTokens, scores_N: Tensor) -> TeacherTokens:
     )
 
 
-def pairs_to_read(
-    comparison: Comparison,
-    head: OutputHead,
-    teacher_heads: Sequence[OutputHead],
-    temperatures: tuple[float, float],
-    distinct: int,
-) -> Iterator[tuple[LazyLogits, LazyLogits, Tensor]]:
-    """The logits of student and teacher for the tokens in a loss, and their weights, [N], if these are by token.
-
-    Rows beyond the first `distinct` only fill the batch: their weights are 0.
-    """
-    device = head.weight.device
-    for share in comparison.shares:
-        if share.by_token:
-            is_own_N = share.places_N < distinct * share.weights_BC.size(1)
-            weights_N = (share.weights_BC.flatten()[share.places_N] * is_own_N).to(device)
-            student = LazyLogits(share.of_student(comparison.hidden_BCH, device), head, temperatures[0])
-            yield (
-                student,
-                LazyLogits(share.of_teacher(device), teacher_heads[share.teacher], temperatures[1]),
-                weights_N,
-            )
-
-
 def compared(
     comparison: Comparison,
     head: OutputHead,
@@ -285,14 +261,11 @@ def compared(
     real = None if rollout.begins_at is not None else rollout.completion_mask
     parts: LossParts | None = None
     for share in shares:
-        scored_2 = None
         if objective.selection is not None:
-            scores_N = scores(share, objective.selection.criterion)
-            scored_2 = torch.stack([scores_N.new_full((), len(scores_N)), scores_N.sum()])
-            share = best(share, scores_N)
+            share = best(share, scores(share, objective.selection.criterion))
         per_token = of(share, share.of_tokens(rollout, device))
         places_N = None if share.by_token else share.places_N
-        part = replace(reduce(per_token, share.weights_BC, num_items, real, places_N), scored=scored_2)
+        part = reduce(per_token, share.weights_BC, num_items, real, places_N)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"
     return parts

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from trl_opsd._compat.http import WrongAnswerError
 from trl_opsd.losses import Divergence, ForwardKL, SampledReverseKL, SkewedForwardKL
 from trl_opsd.models.backbone import check_no_holes
-from trl_opsd.teacher.answers import KINDS, SCORING, Answers, Row, States, Tokens, difference, kl, without
+from trl_opsd.teacher.answers import KINDS, Answers, Row, difference, kl, without
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import predictions_of
 from trl_opsd.teacher.servers import TeacherServer
@@ -41,30 +41,6 @@ def chosen_targets(offers: Collection[str], divergence: Divergence) -> str:
     wanted = KINDS[:1] if of_student else KINDS[1:] if of_teacher else KINDS
     found = [one for one in wanted if one in offers] or [one for one in KINDS if one in offers]
     return "both_top_k" if len(found) == 2 else found[0]
-
-
-def answers_of(
-    server: TeacherServer,
-    targets: str,
-    path: str,
-    options: Mapping[str, Any],
-    device: torch.device,
-    vocabulary: int,
-    top_k: int | None = None,
-) -> Answers:
-    """What a server is asked for, by a value of `teacher_server_targets`, of the checkpoint at `path`.
-
-    `options` are such as `revision`; `vocabulary` is the student's.
-    """
-    if targets == "states":
-        return States(path, options, device)
-    kinds = KINDS if targets == "both_top_k" else (targets,)
-    if not {*kinds} <= server.limits.keys():
-        raise ValueError(
-            f"`teacher_server_targets={targets!r}`: the teacher's server at {server.url} ({server.api}) offers "
-            f"{sorted(server.limits)} only: set one of these, or start vLLM 0.32 or newer with `{SCORING}`."
-        )
-    return Tokens(path, options, device, vocabulary, server.api, server.limits, kinds, top_k)
 
 
 class ServedTeacher(Teacher):

@@ -165,11 +165,11 @@ class TeacherServer(HTTPClient):
 
     # ---- What it offers -----------------------------------------------------------------------------------------
 
-    def look(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def look(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Finds out what it offers, and compares its tokenizer: a `ValueError` if it is another than the student's."""
         self.run(self._answer(lambda seconds: self._look(tokenizer, seconds), "told its offer"))
 
-    async def _look(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
+    async def _look(self, tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
         async def asked(path: str, body: Any = None) -> Response:
             method, given = ("GET", {}) if body is None else ("POST", {"json": body})
             answer = await self.request(method, path, seconds=seconds, **given)
@@ -199,8 +199,6 @@ class TeacherServer(HTTPClient):
             if answer.status == 200 and answer.parse(_Scores).prompt_token_id_logprobs is not None:
                 self.limits["student_top_k"] = int(allowed[1])
             self.context = self.model.max_model_len and self.model.max_model_len - 1  # a token is generated after it
-        if tokenizer is None:
-            return
         special = {*tokenizer.all_special_ids}  # which some servers leave out
         ids = [one for one in range(0, len(tokenizer), max(1, len(tokenizer) // 16)) if one not in special]
         answer = await asked("/detokenize", {"model": self.model.id, "tokens": ids})

@@ -199,14 +199,9 @@ class LossParts:
     and `nll` in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
     all are 0 where the row is only a part of a completion."""
 
-    scored: Tensor | None = None
-    """[2], float32: the number of tokens that `token_selection` scored, and the sum of their scores in nats; `None`
-    where it did not."""
-
     def __add__(self, other: LossParts) -> LossParts:
         """Adds the parts of two groups of tokens of the same rows; both must have the same denominator."""
-        scored = None if self.scored is None or other.scored is None else self.scored + other.scored
-        return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows, scored=scored)
+        return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows)
 
 
 def columns(rows: Tensor, *names: str) -> Tensor:

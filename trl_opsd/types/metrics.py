@@ -17,8 +17,6 @@ class Logs:
     """The logs that contain them."""
     evaluated: bool = True
     """Whether evaluations have them too, as `eval_<name>`, `eval_<dataset>_<name>`, or under another prefix."""
-    trained: bool = True
-    """Whether trainings have them."""
 
 
 @dataclass(frozen=True, slots=True)
