@@ -8,25 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import PartialState
 from controls import Shuffled
 from peft import LoraConfig
 from support import tiny
 from support.byte_languages import byte_pairs, outcomes
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout, Method, OPSDTrainer
-from trl_opsd.bytes import teacher as bytewise
 from trl_opsd.bytes.forks import Forking
 from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
 from trl_opsd.bytes.teacher import ByteTeacher
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.frozen import Resident
-from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+from trl_opsd.types import Rollout, TeacherTargets
 
 CPU = torch.device("cpu")
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
@@ -100,8 +97,6 @@ def expected(answer, prompt, student, teacher, temperature, kept):
 
 
 class EveryThird(OPSDTrainer):
-    """Trains on every third token."""
-
     def weigh(self, rollout, rows, targets):
         return super().weigh(rollout, rows, targets) * (torch.arange(rollout.weights.size(1)) % 3 == 2)
 
@@ -395,42 +390,6 @@ def test_a_tokenizer_that_composes_tells_text_up_to_there():
 
 
 # ---- Teachers of one's own -------------------------------------------------------------------------------------------
-
-
-class Random(Teacher):
-    """Knows nothing, and keeps no more than its states."""
-
-    def __init__(self, head):
-        self._head = head
-
-    head = property(lambda self: self._head)
-    context = None
-
-    def targets(self, rollout):
-        return TeacherTargets(hidden=torch.randn(*rollout.completion_ids.shape, self.head.weight.size(1)))
-
-
-@pytest.mark.long
-def test_besides_targets_the_memory_is_that_of_a_few_rows(monkeypatch):
-    PartialState()  # which warnings need
-    rows = 64
-    monkeypatch.setattr(bytewise, "_ROWS", 1)
-    mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
-    teacher = byte_teacher(mine, yours, Random(OutputHead(torch.randn(len(YOURS), 4))))
-    teacher._checked._unproved.clear()
-    ids = MINE("a text of which there are several copies, and nothing else in it")["input_ids"]
-    rollout = Rollout.of([[3]] * rows, [ids] * rows, CPU)
-    assert mine.table.order.nbytes + yours.table.order.nbytes < 10_000  # made before what is measured
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        targets = teacher.targets(rollout)
-    now = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    kept = sum(row.hidden.nbytes for row in targets.rows)
-    assert kept > 4_000_000
-    assert peak < 2.5 * kept
 
 
 class Own(Teacher):

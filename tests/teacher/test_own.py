@@ -173,8 +173,6 @@ def averaged(weights, rate, every):
 
 
 class Recording(FixedRollout):
-    """Records the student's weights at each rollout."""
-
     def bind(self, trainer):
         self.trainer, self.weights = trainer, []
 

@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,12 +18,11 @@ from support.failing_server import Pretended, Scoring, after, hang_up, pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
-from trl_opsd._compat.http import BusyError, Response, WrongAnswerError
+from trl_opsd._compat.http import WrongAnswerError
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import servers
 from trl_opsd.teacher.checks import deadline
 from trl_opsd.teacher.served import ServedTeacher
-from trl_opsd.types.targets import Keeper
 
 KINDS = {"states": (Pretended, {}), "vLLM": (Scoring, {"api": "vllm"}), "SGLang": (Scoring, {"api": "sglang"})}
 
@@ -262,29 +260,6 @@ def test_another_model_name_is_told_and_the_token_is_sent(served, checkpoint, ca
         assert "secret" not in caplog.text + str(teacher)
 
 
-def test_states_are_not_held_twice(served, checkpoint, monkeypatch):
-    with pretended(checkpoint[1]) as server:
-        teacher, held, left = served(server), WeakSet(), []
-        start, put = teacher._server.start, Keeper.put
-
-        def started(*given):
-            future = start(*given)
-            future.result()
-            held.add(future)
-            return future
-
-        def noted(*given):
-            left.append(len(held))
-            return put(*given)
-
-        monkeypatch.setattr(teacher._server, "start", started)
-        monkeypatch.setattr(Keeper, "put", noted)
-        teacher.targets(rows(20))
-        assert left == sorted(left, reverse=True), "answers that were held when each row was kept"
-        assert left[0] > 10
-        assert left[-1] <= 3
-
-
 # ---- One deadline, however long it takes -----------------------------------------------------------------------------
 
 
@@ -379,24 +354,6 @@ def test_a_row_is_asked_for_again(served, checkpoint, breathless, fault, again, 
 def test_server_that_is_busy_at_start_is_waited_for(served, checkpoint, breathless):
     with pretended(checkpoint[1], refuse_then(7, well)) as server:
         check_equal(served(server), checkpoint[1], rows())
-
-
-@pytest.mark.parametrize(("said", "expected"), [("1", 1.0), ("0", 0), ("soon", 0), ("600", 60.0), ("", 0)])
-@pytest.mark.quick
-def test_retry_after_is_parsed_and_capped(said, expected):
-    with pytest.raises(BusyError) as busy:
-        Response("It", 503, bytearray(b"full"), "TOKEN", said).check_status()
-    assert busy.value.seconds == expected
-
-
-def test_states_that_come_late_are_right_and_warned_of_once(served, checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(servers, "_PROBE_SECONDS", 0.0)
-    with pretended(checkpoint[1], after(1.5), faulty_from=2) as server:
-        teacher = served(server, timeout=1.0)
-        for seed in range(2):
-            check_equal(teacher, checkpoint[1], rows(4, seed=seed))
-        said = f"{server.url} has not answered a request within 1 seconds; waiting up to 6.66667 (from `ddp_timeout`)"
-        assert [said in one for one in caplog.messages].count(True) == 1
 
 
 def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, checkpoint, interruptible):
