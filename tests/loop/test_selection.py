@@ -23,8 +23,6 @@ ONE_STEP = {**SGD, "per_device_train_batch_size": 8, "token_fraction": FRACTION}
 
 
 class Seeing(OPSDTrainer):
-    """Keeps what `weigh` was given and has returned."""
-
     def __init__(self, *args, **kwargs):
         self.weighed = []
         super().__init__(*args, **kwargs)
@@ -187,8 +185,6 @@ def test_evaluation_uses_all_tokens_and_training_logs_the_kept_share(make_traine
 
 
 class OwnWeights(OPSDTrainer):
-    """Its weights do not come from `super().weigh`."""
-
     def weigh(self, rollout, rows, targets):
         return 2 * rollout.weights
 
