@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from typing import Any, ClassVar
 
 import pytest
@@ -76,6 +75,17 @@ def test_an_epoch_begins_with_rows_of_its_own(make_trainer):
     assert len(of_kind(trainer, "completed by")) == 2
 
 
+class EndsFirstEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 1
+
+
+def test_an_epoch_that_ends_early_drops_rows_written_ahead(make_trainer):
+    trainer = built(make_trainer, overlap="ahead", callbacks=[EndsFirstEpoch()])
+    trainer.train()
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 0, 1, 1]
+
+
 class Recalling(Learning):
     """Keeps its weights before each step, and the row that shows how far the step moves them."""
 
@@ -139,33 +149,3 @@ def test_rows_written_ahead_are_dropped_when_training_fails(make_trainer):
     trainer.weigh = lambda rollout, rows, targets: rollout.weights
     trainer.train()
     assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
-
-
-class Interrupts(TrainerCallback):
-    """Asks for completions of its own while rows are written ahead."""
-
-    def __init__(self, prompts):
-        self.prompts = prompts
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            self.completions = self.trainer.complete(self.prompts)
-
-
-def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_trainer):
-    """They are written with other weights, and a server gives up what it writes when it is sent weights."""
-    quiet, trainer = (built(make_trainer, overlap="ahead") for _ in range(2))
-    prompt_ids = trainer.tokenize(list(test_overlap.recorded(3)[0]["prompt"]))
-    callback = Interrupts(prompt_ids)
-    callback.trainer = trainer
-    trainer.add_callback(callback)
-    slow = trainer.rollout._before
-    trainer.rollout._before = lambda number: (slow(number), time.sleep(0.02))
-    quiet.train()
-    trainer.train()
-    assert callback.completions == quiet.rollout.complete(prompt_ids, 0)
-    events = trainer.rollout.events
-    asked = events.index(("completed by", 2, 3))
-    assert events[:asked].count("closed") == 2, "those of the second step and of the third"
-    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
-    assert torch.equal(tiny.weights(trainer), tiny.weights(quiet))

@@ -24,33 +24,29 @@ def followed(*later: Figures, first: Figures = START) -> Course:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("now", "signs"),
+    ("length", "now", "signs"),
     [
-        ({"divergence": 1.9}, ["divergence"]),
-        ({"divergence": -1.9}, ["divergence"]),
-        ({"student_entropy": 0.04}, ["entropy"]),
-        ({"length": 1.1, "divergence": 0.25}, ["length"]),
-        ({"repeated": 0.6, "length": 512.0}, ["repetition"]),
-        ({"divergence": 1.15}, []),  # it rises at first
-        ({"divergence": 0.001, "student_entropy": 0.005, "teacher_entropy": 0.004}, []),  # the teacher is as certain
-        ({"student_entropy": 0.07}, []),  # it was far less certain than its teacher
-        ({"divergence": 0.02, "length": 1.5}, []),  # it has learned to be brief
-        ({"length": 512.0, "divergence": 0.2}, []),  # it has learned to explain
-        ({"length": 1000.0, "repeated": 0.3}, []),
+        (200.0, {"divergence": 1.9}, ["divergence"]),
+        (200.0, {"divergence": -1.9}, ["divergence"]),
+        (200.0, {"student_entropy": 0.04}, ["entropy"]),
+        (200.0, {"length": 1.1, "divergence": 0.25}, ["length"]),
+        (200.0, {"repeated": 0.6, "length": 512.0}, ["repetition"]),
+        (200.0, {"divergence": 1.15}, []),  # it rises at first
+        (200.0, {"divergence": 0.001, "student_entropy": 0.005, "teacher_entropy": 0.004}, []),  # both are as certain
+        (200.0, {"student_entropy": 0.07}, []),  # it was far less certain than its teacher
+        (200.0, {"divergence": 0.02, "length": 1.5}, []),  # it has learned to be brief
+        (200.0, {"length": 512.0, "divergence": 0.2}, []),  # it has learned to explain
+        (200.0, {"length": 1000.0, "repeated": 0.3}, []),
+        (8.0, {"length": 1.0}, ["length"]),  # the end token alone
+        (2.0, {"length": 1.0}, ["length"]),
+        (8.0, {"length": 1.5}, []),
+        (1.0, {"length": 1.0}, []),
+        (1.5, {"length": 1.0}, []),
     ],
 )
-def test_signs_of_collapse_are_named_and_healthy_runs_have_none(now, signs):
-    assert followed(replace(START, **now)).signs() == signs
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("first", "last", "signs"),
-    [(8.0, 1.0, ["length"]), (2.0, 1.0, ["length"]), (8.0, 1.5, []), (1.0, 1.0, []), (1.5, 1.0, [])],
-)
-def test_completions_shrinking_to_end_token_are_sign_of_collapse(first, last, signs):
-    start = replace(START, length=first)
-    assert followed(replace(start, length=last), first=start).signs() == signs
+def test_signs_of_collapse_are_named_and_healthy_runs_have_none(length, now, signs):
+    start = replace(START, length=length)
+    assert followed(replace(start, **now), first=start).signs() == signs
 
 
 @pytest.mark.quick

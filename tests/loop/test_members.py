@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.parity import TOLERANCE, Replaying
+from support.parity import TOLERANCE, Replaying, made
 from trl import DistillationConfig, DistillationTrainer
 
-from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.loop.overrides import _OF_BATCHES
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
 
@@ -23,16 +23,9 @@ def loss_of(trainer: Any) -> float:
 
 def pair(tmp_path, theirs: Any = Replaying, rollout: Any = None, **options):
     """TRL's trainer and ours, alike."""
-    for cls, config in ((theirs, DistillationConfig), (OPSDTrainer, OPSDConfig)):
-        mine = {"rollout": rollout or FixedRollout(tiny.recorded(tiny.tokenizer()))} if cls is OPSDTrainer else {}
-        yield cls(
-            model=tiny.qwen2(32, seed=0),
-            teacher_model=tiny.qwen2(48, seed=1),
-            args=config(**tiny.options(tmp_path, **options)),
-            train_dataset=tiny.rows(),
-            processing_class=tiny.tokenizer(),
-            **mine,
-        )
+    given = tiny.options(tmp_path, **options)
+    mine = {} if rollout is None else {"rollout": rollout}
+    return made(theirs, DistillationConfig(**given)), made(OPSDTrainer, OPSDConfig(**given), **mine)
 
 
 @pytest.mark.parametrize(("name", "value"), [("beta", 1.0), ("beta", 0.3), ("temperature", 2.0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import threading
 import time
@@ -17,12 +16,9 @@ from peft import LoraConfig
 from support import faults, tiny
 from support.rollouts import Apart
 from test_dealing import ragged
-from transformers import TrainerCallback
 
 from trl_opsd import FrozenTeacher, OPSDTrainer
-from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd._compat.versions import set_known
-from trl_opsd.loop import batch
 from trl_opsd.loop.overlap import Waiting
 from trl_opsd.teacher.frozen import Resident
 
@@ -49,8 +45,6 @@ class Watched(OPSDTrainer):
 
 
 class ByLength(Watched):
-    """Weighs a token by the length of its row."""
-
     def weigh(self, rollout, rows, targets):
         return rollout.weights * rollout.weights.sum(1, keepdim=True) / 7
 
@@ -282,8 +276,6 @@ def test_resumed_deterministic_overlap_is_bit_equal(make_trainer, tmp_path):
 
 
 class Early(FrozenTeacher):
-    """Notes what it is told of, and what it reads."""
-
     def __init__(self):
         super().__init__(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
         self.events = []
@@ -330,17 +322,6 @@ def test_teacher_expects_each_row_before_reading_it(make_trainer, kind):
     assert {prompt[-1] for prompt, _ in told} == ends, "after the teacher's own prompt"
 
 
-@pytest.mark.parametrize("overlap", ["step", None])
-def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch, overlap):
-    """Each process has a client of its own, which has asked for them already."""
-    rollout = Streaming(tiny.recorded(tiny.tokenizer()))
-    trainer = fast(make_trainer, teacher_model=Early(), rollout=rollout, overlap=overlap)
-    offered = []
-    monkeypatch.setattr(batch, "exchanged", lambda _, *given: offered.append(given) or given)
-    trainer.score(list(trainer.train_dataset)[:2])
-    assert len(offered) == (overlap is None)
-
-
 def test_a_process_without_rows_left_repeats_one_without_weight(make_trainer):
     trainer = fast(make_trainer)
     overlap, rows = trainer._overlap, trainer._batches.begin(list(trainer.train_dataset)[:2])
@@ -359,77 +340,6 @@ def test_evaluation_does_not_stream_rows(make_trainer):
     trainer.evaluate()
     assert trainer.rollout.events == []
     assert {what for what, _ in teacher.events} == {"reads"}
-
-
-class Ends(TrainerCallback):
-    """Ends the first epoch, or the training, within its second step or before it."""
-
-    def __init__(self, what, event):
-        self.what, self.ended = what, False
-        setattr(self, event, self.end)
-
-    def end(self, args, state, control, **kwargs):
-        if state.global_step == 1 and not self.ended:
-            self.ended = True
-            setattr(control, f"should_{self.what}_stop", True)
-
-
-class Learned(OPSDTrainer):
-    """Keeps the prompts that each step learned."""
-
-    def compare(self, student, rollout, targets, num_items):
-        self.learned[self.state.global_step] += rollout.prompt_lists()
-        return super().compare(student, rollout, targets, num_items)
-
-
-@pytest.mark.parametrize(("what", "overlap"), [("epoch", None), ("epoch", "ahead"), ("training", "step")])
-def test_a_step_that_is_stopped_within_is_none(make_trainer, what, overlap):
-    def ended(event):
-        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 5}
-        callbacks = [Ends(what, event)]
-        trainer = built(make_trainer, Learned, rows=24, empty=0, overlap=overlap, callbacks=callbacks, **options)
-        trainer.learned = collections.defaultdict(list)
-        trainer.train()
-        return trainer
-
-    trainer, expected = ended("on_substep_end"), ended("on_step_end")
-    prompts = trainer.tokenize(list(trainer.train_dataset["prompt"]))
-    steps = [sorted(prompts.index(ids) for ids in each) for _, each in sorted(trainer.learned.items())]
-    epoch = [list(range(start, start + 8)) for start in (0, 8, 16)]
-    assert steps == [epoch[0], *(epoch if what == "epoch" else [])]
-    assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
-    mine, theirs = trainer.state.log_history, expected.state.log_history
-    assert len(mine) == len(theirs) == len(steps) + 1
-    for entry, other in zip(mine, theirs, strict=True):
-        for name in {"loss", "grad_norm", "epoch", "num_tokens", "overlap/staleness"} & set(other):
-            assert entry[name] == other[name], name
-    assert tiny.logged(trainer, "overlap/staleness") == ([0, 0, 1, 1][: len(steps)] if overlap == "ahead" else [])
-    trainer.learned.clear()
-    trainer.train()
-    assert sorted(trainer.learned) == list(range(5)), "another training asks for nothing"
-
-
-# ---- What cannot overlap ---------------------------------------------------------------------------------------------
-
-
-STAGE_2 = {"zero_optimization": {"stage": 2}}
-
-
-@pytest.mark.parametrize(
-    ("config", "setting"),
-    [
-        (STAGE_2, None),
-        ({}, "zero_optimization.stage"),
-        ({**STAGE_2, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),
-        ({**STAGE_2, "torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
-        (
-            {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
-            "data_types.grad_accum_dtype",
-        ),
-    ],
-)
-def test_deepspeed_settings_without_a_mendable_gradient_are_found(config, setting):
-    assert setting_without_loss_scale(config) == setting
 
 
 # ---- Which rows are read together ------------------------------------------------------------------------------------

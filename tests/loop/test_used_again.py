@@ -132,8 +132,6 @@ def hooks(trainer: OPSDTrainer) -> list[str]:
 
 
 class Watch(TrainerCallback):
-    """Counts the NEFTune hooks after each step."""
-
     def __init__(self) -> None:
         self.noise: list[int] = []
 

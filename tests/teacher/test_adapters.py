@@ -148,16 +148,6 @@ def test_a_student_on_the_same_base_lends_its_weights(make_trainer, experts):
     assert json.loads((checkpoint / "adapter_config.json").read_text())["r"] == LORA["r"]
 
 
-@pytest.mark.long
-def test_several_types_beside_each_other_share_the_base(make_trainer, experts):
-    _, paths = experts("types")
-    models = {name: one.model for name, one in make_trainer(**given(paths)).teachers.items()}
-    assert len(set(map(id, models.values()))) == 3, "PEFT has no two types in one model"
-    together = {place: size for model in models.values() for place, size in storages(model).items()}
-    of_base = sum(storages(tiny.qwen2(48, 1)).values())
-    assert of_base < sum(together.values()) < 1.2 * of_base
-
-
 def edited(path: str, **values: Any) -> str:
     file = Path(path) / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
@@ -191,14 +181,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"math/adapter_config.json: base_model_name_or_path='gone/base'` is neither a folder",
     ),
     "PiSSA": (lambda _, path: edited(path, init_lora_weights="pissa"), "it changes its base, which others share"),
-    "no JSON": (
-        lambda _, path: (Path(path) / "adapter_config.json").write_text("{") and path,
-        "adapter_config.json cannot be read .JSONDecodeError",
-    ),
-    "a narrower base": (
-        lambda folder, path: other_base(folder, path, width=32),
-        r"math', on its base '.*other': .*size",
-    ),
     "a base with fewer layers": (
         lambda folder, path: other_base(folder, path, num_hidden_layers=1),
         r"its file has too much: base_model.model.model.layers.1.* and \d+ more",
@@ -222,7 +204,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda _, path: str((Path(path) / "adapter_model.safetensors").rename(Path(path) / "adapter_model.bin").parent),
         r"The adapter '.*math', on its base '.*base': .* a file named adapter_model.safetensors",
     ),
-    "another tokenizer": (words_added, "new"),
+    "another tokenizer": (words_added, "id 259 is 'new' for the teacher and None for the student"),
 }
 CHEAP = ("a base that is gone", "a weight that is missing")
 

@@ -6,29 +6,24 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
-from accelerate import PartialState
 from controls import Shuffled
 from peft import LoraConfig
 from support import tiny
 from support.byte_languages import byte_pairs, outcomes
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout, Method, OPSDTrainer
-from trl_opsd.bytes import teacher as bytewise
 from trl_opsd.bytes.forks import Forking
 from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
-from trl_opsd.bytes.table import ByteTargets, CoveringTree, Spelled
 from trl_opsd.bytes.teacher import ByteTeacher
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.frozen import Resident
-from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+from trl_opsd.types import Rollout, TeacherTargets
 
 CPU = torch.device("cpu")
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
@@ -52,8 +47,8 @@ def models():
 
 
 @pytest.fixture
-def make(make_trainer):
-    def made(**given):
+def make_trainer(make_trainer):
+    def made(cls=OPSDTrainer, **given):
         student, teacher = models()
         rows = tiny.Dataset.from_dict({"prompt": PROMPTS * given.pop("many", 1), **given.pop("columns", {})})
         defaults = {
@@ -67,19 +62,9 @@ def make(make_trainer):
             "per_device_train_batch_size": 4,
             "max_completion_length": 60,
         }
-        return make_trainer(**{**defaults, **given})
+        return make_trainer(cls, **{**defaults, **given})
 
     return made
-
-
-@pytest.fixture
-def trained(make):
-    def trained(resume=None, **given):
-        trainer = make(**given)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    return trained
 
 
 def alone(answer, prompt, model, words, temperature):
@@ -112,8 +97,6 @@ def expected(answer, prompt, student, teacher, temperature, kept):
 
 
 class EveryThird(OPSDTrainer):
-    """Trains on every third token."""
-
     def weigh(self, rollout, rows, targets):
         return super().weigh(rollout, rows, targets) * (torch.arange(rollout.weights.size(1)) % 3 == 2)
 
@@ -150,10 +133,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_is_that_of_rows_and_models_read_alone(make, case):
+def test_loss_is_that_of_rows_and_models_read_alone(make_trainer, case):
     """Also of tokens that are read only for those with a weight."""
     options, kept = CASES[case]
-    trainer = make(**options, divergence="reverse_kl", max_steps=1, cross_tokenizer_missed=1e-6)
+    trainer = make_trainer(**options, divergence="reverse_kl", max_steps=1, cross_tokenizer_missed=1e-6)
     keeps = [kept(row, len(ids)) for row, ids in enumerate(MINE(ANSWERS)["input_ids"])]
     names, temperature = options.get("columns", {"teacher": ["teacher"] * 4})["teacher"], options.get("temperature", 1)
     each = [
@@ -188,18 +171,18 @@ def plain():
     ],
     ids=str,
 )
-def test_weights_do_not_depend_on_how_rows_are_read(make, trained, plain, options):
+def test_weights_do_not_depend_on_how_rows_are_read(make_trainer, trained, plain, options):
     given = {"learning_rate": 0.03, "optim": "sgd"}  # Adam makes much of a small rounding
     if not plain:
         plain["trainer"] = trained(**given)
     one, other = plain["trainer"], trained(**given, **options)
     assert (tiny.weights(one) - tiny.weights(other)).abs().max() < 1e-6
     assert tiny.logged(other, "loss") == pytest.approx(tiny.logged(one, "loss"), rel=1e-4)
-    assert (tiny.weights(one) - tiny.weights(make())).abs().max() > 1e-3
+    assert (tiny.weights(one) - tiny.weights(make_trainer())).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("methods", [[], [Shuffled()]], ids=["own", "shuffled"])
-def test_each_teacher_reads_prompts_in_its_own_template_and_tokens(make, methods):
+def test_each_teacher_reads_prompts_in_its_own_template_and_tokens(make_trainer, methods):
     read, words, chats = {}, {"a": byte_pairs(200), "b": tiny.tokenizer()}, []
     for name, one in words.items():
         one.chat_template = name + "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[answer] "
@@ -213,7 +196,7 @@ def test_each_teacher_reads_prompts_in_its_own_template_and_tokens(make, methods
                 read[row["prompt"][0]["content"]] = words[name].decode(ids)
             return super().teach(rollout, rows)
 
-    make(
+    make_trainer(
         cls=Reading,
         train_dataset=tiny.Dataset.from_dict({"prompt": chats, "teacher": ["a", "b", "a", "b"]}),
         teacher_model={"a": models()[1], "b": tiny.qwen2(40, 2)},
@@ -237,8 +220,8 @@ def test_resumed_run_has_the_weights_of_an_uninterrupted_one(trained, tmp_path):
         trained(**given, teacher_processing_class=byte_pairs(199), resume=str(tmp_path / "checkpoint-2"))
 
 
-def test_ids_without_bytes_are_never_generated(make):
-    trainer = make(rollout=None)
+def test_ids_without_bytes_are_never_generated(make_trainer):
+    trainer = make_trainer(rollout=None)
     with torch.no_grad():
         trainer.model.lm_head.weight[len(MINE) :] = 50 * trainer.model.lm_head.weight.abs().max()
     trainer.train()
@@ -251,8 +234,8 @@ def test_computing_in_bfloat16_rounds_products_only(trained):
     assert 0 < abs(half - whole) < 0.01 * whole
 
 
-def test_another_model_does_not_generate_from_the_students_ids(make):
-    trainer = make(max_completion_length=20)
+def test_another_model_does_not_generate_from_the_students_ids(make_trainer):
+    trainer = make_trainer(max_completion_length=20)
     for model in ("teacher", models()[1]):
         with pytest.raises(ValueError, match="prompts are ids of the student's tokens"), trainer.generating_with(model):
             pass
@@ -321,41 +304,8 @@ def test_a_context_that_is_full_loses_what_does_not_fit():
     assert len(none.of_student.token) == 0
 
 
-def test_beginnings_before_tokens_that_do_not_count_are_read():
-    """Tokens `the`, ` l`, `ic`, `e`: of the third byte's distribution the first one's state is a part."""
-    reads = [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 2, 5], [3, 3, 0]]
-    given = [[0, 1, 2, 3], [[2, 1, 9], [3, 2, 8]], reads, [[2, 0], [3, 1]]]
-    tree = CoveringTree(*map(numpy.array, given), read=numpy.array([True, False]), column=50)
-    row = ByteTargets(torch.zeros(4, 257), torch.from_numpy(tree.token), torch.tensor([0.0, 0.1, 0.2, 0.3]), tree)
-    whole, some = (
-        Spelled.of([tree], [row.missed], [10], torch.tensor(places)) for places in ([10, 11, 12, 13], [10, 12])
-    )
-    assert whole.places.tolist() == [10, 11, 12, 60, 13]  # the state after the fork is in the order of bytes
-    assert whole.token.tolist() == [0, 1, 2, 4]
-    assert whole.branches.tolist() == [[3, 1, 9]]
-    assert whole.leaves.tolist() == [[3, 2, 8, 1]]
-    assert some.places.tolist() == [10, 11, 12]  # what is after the fork is read for the last byte alone
-    assert some.token.tolist() == [0, 2]
-    assert some.reads.tolist() == [[0, 0, 0], [1, 1, 7], [1, 2, 0]]
-    assert some.kept.tolist() == [0, 2]
-    assert some.missed.tolist() == pytest.approx([0.0, 0.2])
-    assert whole.last.tolist() == [0, 1, 2, 4]
-    # A token that the teacher does not read has no byte, but it counts, and is pulled towards.
-    assert Spelled.of([tree], [row.missed], [10], torch.tensor([10, 17])).places.tolist() == [10, 17]
-    given = [[0, 1, 1, 1], [[2, 1, 9]], [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 1, 8]]]
-    none = numpy.zeros((0, 2), int)
-    longer = CoveringTree(*map(numpy.array, given), none, read=numpy.array([True]), column=50)
-    assert Spelled.of([longer], [row.missed], [0], torch.arange(2)).last.tolist() == [0, 1, 2, 2]
-    cut = row.cut(3)
-    assert len(cut.hidden) == len(cut.missed) == len(cut.tree.token) == 3
-    assert cut.tree.reads[:, 0].max() == 2
-    assert cut.tree.fork.tolist() == [[2, 1, 9]]
-    assert cut.tree.leaves.tolist() == [[2, 0]]
-    assert row.cut(4) is row
-
-
 @pytest.mark.parametrize("several", [False, True])
-def test_completions_of_teachers_are_retold_in_the_students_tokens(make, several):
+def test_completions_of_teachers_are_retold_in_the_students_tokens(make_trainer, several):
     """The text is the teacher's, up to its end; what has no room is counted."""
     written, told = [], []
 
@@ -371,7 +321,7 @@ def test_completions_of_teachers_are_retold_in_the_students_tokens(make, several
         "teacher_processing_class": words,
     }
     options = {"seq_kd": True, "lmbda": 0.0, "sft_weight": 1.0, "max_completion_length": 12, "max_steps": 2}
-    trainer = make(cls=Noting, rollout=None, **options, **(given if several else {}))
+    trainer = make_trainer(cls=Noting, rollout=None, **options, **(given if several else {}))
     for name, one in trainer._generation._teacher_rollouts.items():
         complete = one._rollout.complete
 
@@ -408,10 +358,11 @@ def test_text_is_retold_up_to_what_no_token_spells(ids, text, told):
     assert mine.retold(ids, yours) == (MINE(text)["input_ids"], told)
 
 
-def test_only_text_that_is_told_whole_has_an_end(make):
+def test_only_text_that_is_told_whole_has_an_end(make_trainer):
     words = byte_pairs(199, special=("<|pad|>", "<|end|>"))
     words.eos_token = "<|end|>"  # an id that is text in the student's tokenizer
-    trainer = make(seq_kd=True, lmbda=0.0, max_completion_length=12, rollout=None, teacher_processing_class=words)
+    given = {"seq_kd": True, "lmbda": 0.0, "max_completion_length": 12, "rollout": None}
+    trainer = make_trainer(**given, teacher_processing_class=words)
     (writer,) = trainer._generation._teacher_rollouts.values()
     end = words.eos_token_id
     assert writer._host.generation_config.eos_token_id[0] == end != MINE.eos_token_id
@@ -440,42 +391,6 @@ def test_a_tokenizer_that_composes_tells_text_up_to_there():
 
 
 # ---- Teachers of one's own -------------------------------------------------------------------------------------------
-
-
-class Random(Teacher):
-    """Knows nothing, and keeps no more than its states."""
-
-    def __init__(self, head):
-        self._head = head
-
-    head = property(lambda self: self._head)
-    context = None
-
-    def targets(self, rollout):
-        return TeacherTargets(hidden=torch.randn(*rollout.completion_ids.shape, self.head.weight.size(1)))
-
-
-@pytest.mark.long
-def test_besides_targets_the_memory_is_that_of_a_few_rows(monkeypatch):
-    PartialState()  # which warnings need
-    rows = 64
-    monkeypatch.setattr(bytewise, "_ROWS", 1)
-    mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
-    teacher = byte_teacher(mine, yours, Random(OutputHead(torch.randn(len(YOURS), 4))))
-    teacher._checked._unproved.clear()
-    ids = MINE("a text of which there are several copies, and nothing else in it")["input_ids"]
-    rollout = Rollout.of([[3]] * rows, [ids] * rows, CPU)
-    assert mine.table.order.nbytes + yours.table.order.nbytes < 10_000  # made before what is measured
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        targets = teacher.targets(rollout)
-    now = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    kept = sum(row.hidden.nbytes for row in targets.rows)
-    assert kept > 4_000_000
-    assert peak < 2.5 * kept
 
 
 class Own(Teacher):

@@ -12,11 +12,8 @@ from safetensors.torch import load_file, save_file
 from support import serving, tiny
 from transformers import (
     AutoModelForCausalLM,
-    BartConfig,
     CohereConfig,
     GraniteConfig,
-    MBartConfig,
-    Olmo2Config,
     OlmoConfig,
     OPTConfig,
 )
@@ -44,7 +41,6 @@ FAMILIES = {
     "granite, logits divided": partial(of_config, GraniteConfig, logits_scaling=4.0),
     "cohere, logits multiplied": partial(of_config, CohereConfig, logit_scale=0.25),
     "olmo, a norm without weights": partial(of_config, OlmoConfig),
-    "olmo2": partial(of_config, Olmo2Config),
     "opt, whose head calls what is inside of the backbone": partial(of_config, OPTConfig, **OPT),
 }
 
@@ -76,15 +72,6 @@ def test_a_checkpoint_that_is_not_whole_here_is_said_not_to_be_compared(tmp_path
     tiny.qwen2(64).config.save_pretrained(tmp_path)
     assert checkpoint_head.predictions_of(str(tmp_path), {}, [[1, 2]]) is None
     assert "answers of its server are not compared" in caplog.text
-
-
-@pytest.mark.parametrize("config", [BartConfig, MBartConfig])
-def test_a_decoder_cut_from_an_encoder_decoder_is_accepted(config, tmp_path):
-    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
-    model = tiny.model(config(vocab_size=tiny.VOCABULARY, max_position_embeddings=256, is_decoder=True, **sizes))
-    model.save_pretrained(tmp_path)
-    head = CheckpointHead(str(tmp_path)).head(torch.float32, CPU)
-    assert torch.equal(head.weight, OutputHead.of(model).weight)
 
 
 def resaved(folder: Path, change, **given) -> str:

@@ -186,20 +186,6 @@ class TestBytes:
         activations = 100_000  # four tokens; a layer has 590 kB
         assert prefetcher.peak_bytes - head <= peak <= prefetcher.peak_bytes - head + activations
 
-    @pytest.mark.parametrize("passes", [1, 3])
-    @pytest.mark.quick
-    def test_each_layer_is_moved_once_per_pass(self, passes):
-        model = TEACHERS["qwen2"]()
-        teacher = FrozenTeacher(Streamed(model, CPU), pass_bytes=few_rows(model, 6 // passes))
-        prefetcher = teacher.placement.prefetcher
-        before = prefetcher.moved_bytes
-        teacher.targets(rollout())
-        parts = parts_of(model)
-        layers = sum(tensor.nbytes for _, own in parts.layers for tensor in own)
-        once = sum(tensor.nbytes for tensor in (*parts.head, *parts.rest))
-        padding = 256 * len(tensors_of(model)) * passes
-        assert passes * layers + once <= prefetcher.moved_bytes - before <= passes * layers + once + padding
-
     def test_a_failed_pass_leaves_the_host_weights_in_place(self):
         for placement in (Hosted, Streamed):
             teacher = FrozenTeacher(placement(TEACHERS["qwen2"](), CPU))
@@ -357,11 +343,10 @@ class TestRefusals:
         [
             (lambda _: mapped(one=0, two=1), "0, 1"),
             (lambda _: mapped(one="cpu", two="disk"), "cpu, disk"),
-            (lambda _: mapped(one=torch.device("cuda", 1)), "cuda:1"),
             (lambda _: empty(), "meta"),
             (on_disk, ".*meta"),
         ],
-        ids=["accelerators", "disk", "another accelerator", "no values", "a layer in a file"],
+        ids=["accelerators", "disk", "no values", "a layer in a file"],
     )
     def test_a_model_on_other_devices_is_refused(self, make_trainer, tmp_path, who, made, named):
         said = rf"The {who} \(Qwen2ForCausalLM\) is not in memory of cpu, .* onto {named}: load"
@@ -381,10 +366,3 @@ class TestRefusals:
         for load in (partial(make_trainer, args=args), partial(build.build_teacher, "teacher", args)):
             with pytest.raises(RuntimeError, match=re.escape(str({"": own}))):
                 load()
-
-    def test_one_process_with_several_accelerators_warns(self, make_trainer, tmp_path, caplog):
-        args = tiny.config(tmp_path)
-        args._n_gpu = 2  # as without a launcher
-        args.max_steps = 1
-        make_trainer(args=args).train()
-        assert "2 accelerators are visible, but this single process trains only on cpu" in caplog.text

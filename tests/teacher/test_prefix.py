@@ -147,18 +147,6 @@ class TestNumbers:
 
 
 class TestWork:
-    def test_a_document_is_read_once(self):
-        model = qwen2()
-        teacher, given = sharing(model), after(*[DOCUMENT] * 4)
-        with counted(model) as tokens:
-            teacher.targets(given)
-        rest = max(given.sizes) - len(DOCUMENT)
-        assert tokens[0] == len(DOCUMENT)
-        assert sum(tokens[1:]) <= 4 * rest
-        with counted(model) as tokens:
-            teacher.targets(given := after(DOCUMENT))
-        assert tokens == [given.sizes[0] - len(DOCUMENT)]
-
     def test_a_longer_prefix_is_cropped_and_a_shorter_one_extended(self):
         model = qwen2()
         teacher = sharing(model)

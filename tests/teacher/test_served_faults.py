@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from trl_opsd.errors import ServerError
 from trl_opsd.teacher import servers
 from trl_opsd.teacher.checks import deadline
 from trl_opsd.teacher.served import ServedTeacher
-from trl_opsd.types.targets import Keeper
 
 KINDS = {"states": (Pretended, {}), "vLLM": (Scoring, {"api": "vllm"}), "SGLang": (Scoring, {"api": "sglang"})}
 
@@ -260,29 +258,6 @@ def test_another_model_name_is_told_and_the_token_is_sent(served, checkpoint, ca
         assert server.tokens == {"Bearer secret"}
         assert teacher.context == 256, "of the checkpoint"
         assert "secret" not in caplog.text + str(teacher)
-
-
-def test_states_are_not_held_twice(served, checkpoint, monkeypatch):
-    with pretended(checkpoint[1]) as server:
-        teacher, held, left = served(server), WeakSet(), []
-        start, put = teacher._server.start, Keeper.put
-
-        def started(*given):
-            future = start(*given)
-            future.result()
-            held.add(future)
-            return future
-
-        def noted(*given):
-            left.append(len(held))
-            return put(*given)
-
-        monkeypatch.setattr(teacher._server, "start", started)
-        monkeypatch.setattr(Keeper, "put", noted)
-        teacher.targets(rows(20))
-        assert left == sorted(left, reverse=True), "answers that were held when each row was kept"
-        assert left[0] > 10
-        assert left[-1] <= 3
 
 
 # ---- One deadline, however long it takes -----------------------------------------------------------------------------

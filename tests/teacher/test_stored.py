@@ -105,7 +105,7 @@ def test_states_train_bit_for_bit_as_the_teacher(lived, written, stored, case):
     written(**given, **of_teacher())
     trainer = stored(**given)
     assert_same(outcome(lived(**given, **of_teacher())), outcome(trainer))
-    assert not [one for one in vars(trainer.teacher or object).values() if hasattr(one, "parameters")]
+    assert not [one for each in trainer.teachers.values() for one in vars(each).values() if hasattr(one, "parameters")]
 
 
 def test_resumed_run_goes_on_from_stored_targets(lived, written, stored, tmp_path):

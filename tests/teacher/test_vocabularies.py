@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from support import tiny
@@ -74,15 +72,6 @@ def test_tokens_added_since_the_teacher_was_loaded_are_accepted(make_trainer, lo
 def test_a_teacher_whose_tokenizer_is_not_here_is_accepted(make_trainer, loaded_from, path, caplog):
     make_trainer(teacher_model=loaded_from(path))
     assert "not compared" not in caplog.text
-
-
-def test_teacher_tokenizer_with_custom_code_warns_uncompared(make_trainer, loaded_from, tmp_path, caplog):
-    tiny.tokenizer().save_pretrained(tmp_path / "teacher")
-    described = json.loads((tmp_path / "teacher" / "tokenizer_config.json").read_text())
-    described |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
-    (tmp_path / "teacher" / "tokenizer_config.json").write_text(json.dumps(described))
-    make_trainer(teacher_model=loaded_from(tmp_path / "teacher"))
-    assert "is not compared with the student's" in caplog.text
 
 
 @pytest.mark.refusal
