@@ -33,26 +33,14 @@ def others() -> dict[str, Any]:
     return {name: vision_language.model("qwen2_5_vl", 48, 1, sees=True) for name in ("one", "two")}
 
 
-BUDGET = {"max_tokens_per_microbatch": 90}
 SAME: dict[str, dict[str, Any]] = {
-    "a budget of tokens": BUDGET,
-    "one call": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    "a budget of tokens": {"max_tokens_per_microbatch": 90},
     "rows as they end": {"overlap": "step"},
-    "rows as they end, a budget": {"overlap": "step", **BUDGET},
-    "a streamed teacher": {"teacher_offload": "stream"},
-    "a teacher on the CPU": {"teacher_offload": "cpu"},
     "two teachers alike": {"teacher_model": others},
-    "recomputed": {"gradient_checkpointing": True},
-    "evaluations between": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": lambda: rows([2, 0])},
 }
 
 
-MOST_TELLING = ("a budget of tokens", "rows as they end", "two teachers alike")
-
-
-@pytest.mark.parametrize(
-    "case", [one if one in MOST_TELLING else pytest.param(one, marks=pytest.mark.long) for one in SAME]
-)
+@pytest.mark.parametrize("case", SAME)
 def test_images_stay_with_their_rows(trained, case):
     options = {name: value() if callable(value) else value for name, value in SAME[case].items()}
     if case.startswith("two"):

@@ -1,7 +1,6 @@
 """Faults of TRL, transformers and accelerate that `loop/upstream_fixes.py` mends, each without its fix.
 
-A test that fails says that upstream is mended: take the fix out, and the test with it. GOLD's have none: its loss is
-only compared with (`benchmarks/cross_tokenizer.py`).
+A test that fails says that upstream is mended: take the fix out, and the test with it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from support.parity import Replaying
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import BloomConfig, BloomForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 from trl import DistillationConfig
-
-CALL = {"type": "function", "function": {"name": "none", "arguments": {}}}
 
 
 class Noting(Replaying):
@@ -147,14 +144,3 @@ def test_stream_is_divided_by_files_and_of_unknown_length():
 def test_kept_loader_is_used_for_another_dataset(trls):
     trainer = trls(dataloader_num_workers=1, dataloader_persistent_workers=True)
     assert trainer.get_eval_dataloader(tiny.rows(2)) is trainer.get_eval_dataloader(tiny.rows(4))
-
-
-def test_tools_ask_every_config_for_a_context_of_its_own(trls):
-    config = BloomConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
-    trainer = trls(model=BloomForCausalLM(config))
-    trainer.tools = [tiny.add]
-    called = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{}], [{}]
-    trainer._get_tool_suffix_ids = lambda messages: [5]
-    with pytest.raises(AttributeError, match="max_position_embeddings"):
-        trainer._tool_call_loop([[]], [[5]], [[6]], [called], None, {})

@@ -56,16 +56,6 @@ def test_one_row_per_shape_is_tokenized_if_others_fit(make):
 
 
 @pytest.mark.quick
-def test_the_vocabulary_is_searched_once_however_often_rows_are_read(make, monkeypatch):
-    words, searched = tiny.tokenizer(), []
-    get_vocab = words.get_vocab
-    monkeypatch.setattr(words, "get_vocab", lambda: searched.append(1) or get_vocab())
-    dataset = chats(20).add_column("privileged_context", ["hint"] * 20)
-    make(dataset, processing_class=words, eval_dataset=dataset)
-    assert len(searched) == 1
-
-
-@pytest.mark.quick
 @pytest.mark.refusal
 @pytest.mark.parametrize("order", [lambda rows: rows, lambda rows: rows.select(range(2999, -1, -1))])
 def test_the_only_overlong_row_of_thousands_is_named(make, order):

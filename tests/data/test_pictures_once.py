@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Value
 from datasets import Image as ImageFeature
-from support import tiny, vision_language
+from support import vision_language
 from support.rollouts import Answering
 from support.vision_language import answer, picture
 from transformers import TrainerCallback
 
 from trl_opsd.data.images import Pictures, read_with_images
-from trl_opsd.loop import batch, hooks
+from trl_opsd.loop import batch
 
 
 @contextmanager
@@ -95,21 +95,6 @@ def test_a_picture_is_processed_once_and_before_its_step(trained, unit):
     assert counted.numbers == [number * (unit // 16) for number in (4, 2, 2, 2, 0, 2) * 2]
 
 
-@pytest.mark.long
-def test_what_is_read_ahead_changes_no_number(trained):
-    """Over epochs, evaluations and accumulation; against a trainer that reads each row when it is needed, each time."""
-    ahead = trained()
-    with (
-        patch.object(hooks.Teaching, "readings_of", return_value=[]),
-        patch.object(hooks.NextRows, "batch", lambda self, fetch, *given: fetch(*given)),
-        patch.object(Pictures, "made", lambda self, key, make, ahead=False: make()),
-    ):
-        plain = trained()
-    for name in ("loss", "eval_loss"):
-        assert tiny.logged(ahead, name) == tiny.logged(plain, name)
-    assert len(set(tiny.logged(ahead, "loss"))) == 6
-
-
 def test_a_row_is_decoded_once_per_step(make_trainer):
     data, decode, decoded = vision_language.rows([1, 2] * 4), ImageFeature.decode_example, []
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 2}
@@ -131,12 +116,20 @@ def test_a_row_is_decoded_once_per_step(make_trainer):
 
 
 @pytest.mark.refusal
-def test_a_broken_image_is_an_error_of_its_own_step(make_trainer):
+@pytest.mark.parametrize(
+    ("column", "error"),
+    [
+        (Value("binary"), r"row 0 of the batch of step 3: image 0 cannot be read: image file is trunc"),
+        (ImageFeature(), "trunc"),
+    ],
+)
+def test_a_broken_image_is_an_error_of_its_own_step(make_trainer, column, error):
     files = [written(picture(seed)) for seed in range(3)]
     data = [{"prompt": [{"role": "user", "content": "?"}], "image": one} for one in (*files[:2], files[2][:3000])]
     given = {**vision_language.arguments("qwen2_5_vl"), "per_device_train_batch_size": 1, "shuffle_dataset": False}
-    trainer = make_trainer(train_dataset=Dataset.from_list(data), rollout=Answering(answer), **given)
-    with pytest.raises(ValueError, match=r"row 0 of the batch of step 3: image 0 cannot be read: image file is trunc"):
+    rows = Dataset.from_list(data).cast_column("image", column)
+    trainer = make_trainer(train_dataset=rows, rollout=Answering(answer), **given)
+    with pytest.raises((ValueError, OSError), match=error):
         trainer.train()
     assert trainer.state.global_step == 2
 
@@ -201,20 +194,3 @@ def test_no_picture_is_kept_after_checks_or_training(make_trainer):
     assert trainer.pictures.made("late", lambda: 1) == 1
     assert trainer.pictures._made == {}, "a thread that was not done when the training ended"
     assert trainer._generation.rows == ()
-
-
-def test_an_error_of_the_next_step_is_raised_in_it(make_trainer):
-    trainer, batches = make_trainer(), iter([[["row"]]])
-    trainer.state.max_steps = 3
-    ahead = hooks.NextRows(trainer, lambda: None)
-
-    def fetch(*_: Any) -> Any:
-        if (found := next(batches, None)) is None:
-            raise ValueError("broken")
-        return found
-
-    epoch = iter(())
-    assert ahead.batch(fetch, epoch, 1, torch.device("cpu")) == [["row"]]
-    assert ahead.rows == []
-    with pytest.raises(ValueError, match="broken"):
-        ahead.batch(fetch, epoch, 1, torch.device("cpu"))

@@ -117,21 +117,6 @@ def test_maze_is_left_by_opening_its_rooms_in_turn(calls, left):
     assert world.get_reward() == left
 
 
-def test_only_right_calls_after_mistakes_are_advised():
-    source, mistakes = random.Random(0), 0
-    for row in MAZES.world.rows(100):
-        walk, room = MAZES.walk(row, "mistaken", source), 1
-        calls = [one["tool_calls"][0]["function"]["arguments"] for one in walk.messages if one.get("tool_calls")]
-        for call, is_advised in zip(calls, walk.is_advised, strict=False):
-            is_right = (call["room"], call["door"]) == (room, right_door(row["maze"], room))
-            assert is_right or not is_advised
-            room += is_right
-        assert room == row["rooms"] + 1
-        assert walk.is_advised[-1]
-        mistakes += walk.is_advised.count(False)
-    assert mistakes > 60
-
-
 # ---- The comparison -------------------------------------------------------------------------------------------------
 
 

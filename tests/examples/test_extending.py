@@ -52,12 +52,6 @@ def run(tmp_path):
     return run
 
 
-def test_the_page_has_the_examples_this_file_runs():
-    with_headings = {"A method", "A divergence", "Weights", "A teacher", "A rollout"}
-    assert set(EXAMPLES) == {*with_headings, "SkipSolved", "HintOnFailure"}
-    assert len(BLOCKS) == len(EXAMPLES)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "base"), [("A method", 1.02), ("Weights", 0.9)])
 def test_custom_weights_are_applied(run, name, base):

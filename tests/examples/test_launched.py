@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import score
 import train
-from datasets import load_dataset
 from support import forks, tiny
 from support.one_traceback import DEADLINE
 
@@ -29,11 +28,6 @@ def trainer(folder: Path, teacher: Any) -> OPSDTrainer:
     return OPSDTrainer(tiny.qwen2(32), teacher, tiny.config(folder), train_dataset=tiny.rows(), processing_class=words)
 
 
-def in_a_script_of_ones_own(folder: Path) -> None:
-    tiny.config(folder)
-    load_dataset("json", data_files=str(folder / "nowhere.json"))
-
-
 def in_one_process_only(folder: Path) -> None:
     """The other waits for it."""
     if tiny.config(folder).process_index == 1:
@@ -47,11 +41,6 @@ FAILURES = {
         lambda folder: OPSDConfig(str(folder), divergence="forward", use_cpu=True),
         "ValueError: `divergence='forward'`",
     ),
-    "teacher": (
-        lambda folder: trainer(folder, str(folder / "nowhere")),
-        "ValueError: `teacher_model='.*nowhere'` is neither a folder",
-    ),
-    "own script": (in_a_script_of_ones_own, "FileNotFoundError: .*nowhere.json"),
     "one process": (in_one_process_only, "RuntimeError: only here"),
     "train.py, model": (lambda folder: train.main(["--dataset_name", str(folder)]), "ValueError: No student: pass"),
 }

@@ -26,8 +26,6 @@ LINEAR_SIZES = {
 }
 FAMILIES = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}),
-    "smollm3": ("SmolLM3", {}),
     "mixtral, as many experts as layers": ("Mixtral", {"num_local_experts": 6}),
     "qwen3_next": ("Qwen3Next", LINEAR_SIZES),
     "gpt2": ("GPT2", {}),

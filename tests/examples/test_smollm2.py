@@ -71,19 +71,6 @@ def options(folder, **given):
     )
 
 
-def test_the_tokenizer_is_the_one_the_model_was_trained_with(smollm2, words):
-    assert (len(words), words.eos_token, words.pad_token) == (49_152, "<|im_end|>", "<|im_end|>")
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
-    text = words.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    ids = words(text, return_tensors="pt")["input_ids"]
-    assert ids[0].tolist().count(words.eos_token_id) == 2, "the end of a turn is one token"
-    written = student(smollm2).generate(ids, max_new_tokens=16, do_sample=False)[0, ids.size(1) :]
-    assert words.decode(written, skip_special_tokens=True) == "The capital of France is Paris."
-    assert written[-1] == words.eos_token_id
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_losses_and_weights_equal_trls(smollm2, words, tmp_path, beta):
     rows = chats(8)

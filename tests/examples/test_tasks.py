@@ -7,19 +7,16 @@ import random
 import compare
 import numpy
 import pytest
-import torch
 from arithmetic import STUDENT, TEACHER
-from arithmetic.evaluate import MAX_COMPLETION, accuracy, answers
-from arithmetic.task import Problem, draw, is_right, prompts, prompts_with_answers, prompts_with_solutions, right
-from arithmetic.tokenizer import make_tokenizer
+from arithmetic.evaluate import accuracy, answers
+from arithmetic.task import Problem, draw, is_right, prompts_with_answers, right
 from experts import tasks
 from pictures import task as pictures
-from pictures.student import batches, encoded, make_processor
 from real_model import distil
 from real_model.questions import FACTS, questions
 from real_model.rules import RULES
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from two_tokenizers.task import END, Language, tokenizer
+from two_tokenizers.task import Language
 from two_tokenizers.task import prompts as beginnings
 
 SUM = Problem(first=47, sign="+", second=85)
@@ -65,22 +62,6 @@ def test_training_and_held_out_problems_are_disjoint():
     assert not set(many + few) & set(draw(2000, held_out=True))
 
 
-def test_the_dataset_shows_answers_only_to_the_teacher():
-    question = {"prompt": [{"role": "user", "content": "47+85="}]}
-    assert prompts([SUM])[0] == question
-    assert prompts_with_solutions([SUM])[0] == {**question, "privileged_context": "7+5=12,4+8+1=13;132"}
-    assert SUM.prompt_with_solution == [{"role": "user", "content": "47+85=7+5=12,4+8+1=13;132"}]
-
-
-def test_every_solution_survives_the_tokenizer_and_fits():
-    words = make_tokenizer()
-    for problem in draw(500):
-        ids = words(problem.solution)["input_ids"]
-        assert words.decode(ids) == problem.solution
-        assert len(ids) == len(problem.solution) < MAX_COMPLETION
-        assert words.pad_token_id not in ids, "a character is missing"
-
-
 def test_teacher_is_accurate_and_student_knows_only_the_format():
     student, teacher = map(AutoModelForCausalLM.from_pretrained, (STUDENT, TEACHER))
     words, problems = AutoTokenizer.from_pretrained(STUDENT), draw(200, held_out=True)
@@ -120,14 +101,6 @@ def test_sentences_are_of_the_language_and_noise_is_not():
     assert all(one.split(" ")[0] in language.words for one in beginnings(language, 3, 50)["prompt"])
 
 
-def test_tokenizers_cut_the_same_text_differently():
-    text = Language().sentence(random.Random(3))
-    both = [tokenizer(Language(noise).sentences(1, 300), size) for noise, size in ((0.0, 560), (0.7, 360))]
-    ids = [one(text + END)["input_ids"] for one in both]
-    assert [one.decode(row) for one, row in zip(both, ids, strict=True)] == [text + END] * 2
-    assert len(ids[0]) < len(ids[1])
-
-
 # ---- Pictures -------------------------------------------------------------------------------------------------------
 
 
@@ -148,17 +121,6 @@ def test_only_the_teacher_sees_the_crop():
     assert [image.tobytes() for image in (*whole, *crop)] == [scene.whole.tobytes(), scene.crop.tobytes()]
     assert set(pictures.rows([scene], "crop").column_names) == {"prompt", "images", "answer"}
     assert pictures.right(said("2", "3", "22", ""), answer=["2"] * 4, prompts=None) == [1.0, 0.0, 0.0, 0.0]
-
-
-def test_labels_are_digit_and_end_some_pixels_are_whole():
-    processor, scenes = make_processor(), pictures.draw_scenes(3)
-    crops, wholes = (encoded(processor, scenes, shown)["pixel_values"] for shown in ("crop", "whole"))
-    for share, shown in ((0.0, crops), (1.0, wholes)):
-        batch = next(batches(processor, scenes, share))
-        learned = [processor.tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
-        places = [[torch.equal(one, each) for each in shown].index(True) for one in batch["pixel_values"]]
-        assert learned == [f"{scenes[place].answer}<|end|>" for place in places]
-        assert processor.tokenizer.pad_token_id not in batch["input_ids"], "all words are known"
 
 
 # ---- Rules for a real model -----------------------------------------------------------------------------------------

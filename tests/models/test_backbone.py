@@ -12,7 +12,7 @@ from support import tiny, vision_language
 from transformers import CohereConfig, GraniteConfig
 
 from trl_opsd.data.images import read_with_images
-from trl_opsd.models.backbone import backbone_of, completion_hidden, positions
+from trl_opsd.models.backbone import backbone_of, completion_hidden
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.probes import Probed, check_head
 from trl_opsd.types import Rollout
@@ -65,11 +65,6 @@ def test_columns_beyond_a_row_are_masked():
     )
     completion_hidden(model, replace(rows, prompt_mask=mask[:, :4]))
     assert masks == [[[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]]
-
-
-def test_positions_leave_out_the_padding_around_a_row_only():
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    assert positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 1, 1, 1], [0, 0, 1, 2, 2], [0] * 5, [0, 1, 2, 3, 4]]
 
 
 def test_masked_token_between_others_is_refused_without_padding():
@@ -133,11 +128,4 @@ def test_unknown_post_processing_of_logits_is_refused_with_the_difference(dtype)
     model = tiny.qwen2().to(dtype)
     model.lm_head.register_forward_hook(lambda module, args, output: output * 1.1)
     with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) does not compute .* a difference of \d"):
-        Probed(model, "teacher").prove(check_head)
-
-
-def test_a_head_with_constant_logits_is_refused():
-    model = tiny.qwen2()
-    model.lm_head.weight.data.zero_()
-    with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) gives all 259 tokens the same logit"):
         Probed(model, "teacher").prove(check_head)

@@ -38,7 +38,7 @@ def verdict():
         (
             "reformer",
             "student",
-            "refused: ValueError: The student (ReformerModelWithLMHead) cannot run on eight",
+            "refused: ValueError: The student (ReformerModelWithLMHead) cannot run on eight tokens in training mode",
         ),
         ("bert", "teacher", "refused: ValueError: The teacher (BertLMHeadModel) does not compute its logits as"),
         ("phimoe", "LoRA", "refused: ValueError: The student (PeftModel) cannot run on eight tokens, AttributeError"),

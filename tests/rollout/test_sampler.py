@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support import forks, tiny
+from support import tiny
 from support.measured_sampler import Measured, Told
 from support.mirror_engine import Mirrored
 
-from trl_opsd.losses import SampledReverseKL
-from trl_opsd.losses.divergence import describe
 from trl_opsd.rollout.synced import EVERY
 
 NAME = "rollout/kl_sampler"
@@ -93,26 +91,3 @@ def test_engines_are_asked_of_one_row_in_16(make_trainer, tmp_path, divergence):
         trainer.rollout.complete(prompts[1:2], 0)
     trainer.model.train()
     assert len(trainer.rollout.logprobs(prompts[0], ids)) == len(ids)
-
-
-def test_a_gate_that_is_off_is_in_no_description():
-    assert describe(SampledReverseKL()) == "SampledReverseKL(clip_max=3.0)", "as in checkpoints from before it"
-    assert describe(SampledReverseKL(clip_min=0.5)) == "SampledReverseKL(clip_max=3.0, clip_min=0.5)"
-
-
-def measured(folder, options):
-    given = {"model": tiny.qwen2(32, seed=0), "teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows()}
-    args = tiny.config(folder, max_steps=2, **options)
-    rollout = Told(tiny.recorded(tiny.tokenizer()))
-    trainer = Measured(args=args, processing_class=tiny.tokenizer(), rollout=rollout, **given)
-    trainer.train()
-    return tiny.logged(trainer, NAME), dict(trainer.of_step)
-
-
-@pytest.mark.distributed
-@long
-def test_distance_of_the_sampler_is_that_of_all_processes(tmp_path):
-    found = forks.results("ddp", measured, tmp_path, {"shuffle_dataset": False})
-    for step in range(2):
-        values = [value for _, seen in found.values() for value in seen[step]]
-        assert found[0][0][step] == pytest.approx(sum(values) / len(values), rel=1e-4)
