@@ -6,6 +6,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from controls import Shuffled
