@@ -157,9 +157,23 @@ def report(
     typer.echo(str(write(run, output)))
 
 
+class _Document(yaml.SafeDumper):
+    """Writes the mappings of a list on one line each, as rows of a table."""
+
+
+def _rows(dumper: yaml.SafeDumper, rows: list[Any]) -> yaml.SequenceNode:
+    table = dumper.represent_sequence("tag:yaml.org,2002:seq", rows, flow_style=False)
+    for row in table.value:
+        row.flow_style = True
+    return table
+
+
+_Document.add_representer(list, _rows)
+
+
 def _answer(found: Mapping[str, Any], is_yes: bool) -> NoReturn:
     """Prints what a command has found as YAML, and ends it, with status 1 where the answer is no."""
-    print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=100))
+    print(yaml.dump(found, Dumper=_Document, sort_keys=False, allow_unicode=True, width=120))
     raise typer.Exit(0 if is_yes else 1)
 
 
