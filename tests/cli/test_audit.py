@@ -49,7 +49,6 @@ def test_numbers_of_tokens_equal_float64():
         )
         expected = {
             "forward": (teacher.exp() * (teacher - student)).sum(),
-            "loss": (teacher.exp() * (teacher - student)).sum(),
             "student": student[token],
             "teacher": teacher[token],
         }
@@ -202,7 +201,7 @@ def test_too_few_rows_are_refused(make_trainer):
 
 MEASURED = Audit(
     rows=32, tokens=900, student=Mean(0.4, 0.1, 32), student_clipped=0.0,
-    loss=0.5, forward=0.5, floor=1e-9, context=None, at_ends=0.5, teacher_nats=-1.0, vocabulary=100,
+    forward=0.5, floor=1e-9, context=None, at_ends=0.5, teacher_nats=-1.0, vocabulary=100,
 )  # fmt: skip
 BETTER, SAME = Mean(0.5, 0.1, 32), Mean(0.1, 0.1, 32)
 TRIED = {"own": Mean(0.9, 0.05, 32), "knows": BETTER, "clipped": 0.0}

@@ -24,7 +24,7 @@ from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.loop.batch import Batch
 from trl_opsd.losses import ForwardKL
-from trl_opsd.losses.objective import Objective, head_of_reference
+from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import preserved_mode, shape_of
@@ -80,10 +80,8 @@ class Audit:
     """Its rewards; `None` without reward functions."""
     student_clipped: float
     """Share of its completions that did not end."""
-    loss: float
-    """The run's divergence, in nats."""
     forward: float
-    """The forward KL over the whole vocabulary."""
+    """The forward KL over the whole vocabulary, whatever the run minimises."""
     floor: float
     """KL in nats between two computations of the same teacher: each row alone and together, or two replicas."""
     context: float | None
@@ -139,7 +137,6 @@ def audit(trainer: OPSDTrainer, rows: int = 32) -> Audit:
             tokens=len(tokens),
             student=None if rewards is None else Mean.of(rewards),
             student_clipped=_clipped(trainer, rollout),
-            loss=tokens.loss.mean(),
             forward=tokens.forward.mean(),
             floor=floor,
             context=context,
@@ -324,30 +321,23 @@ def tokens_of(
     objective: Objective,
     origin: OutputHead | None = None,
 ) -> DataFrame:
-    """A line for every token that counts, in nats: the run's divergence `loss`, the `forward` KL over the whole
-    vocabulary, and the log-probabilities of the sampled `token`.
+    """A line for every token that counts, in nats: the `forward` KL over the whole vocabulary, and both models'
+    log-probabilities of the sampled `token`.
     """
     parts, device = [], head.weight.device
     for share in tokens_by_teacher(heads, targets, rollout.weights, origin=origin):
         its, how = heads[share.teacher], (objective.chunk_tokens, objective.vocabulary)
         mine, theirs = (share.of_student(hidden_BCH, device), head), (share.of_teacher(device), its)
-        sampled = share.of_tokens(rollout, device)
-        references = {
-            name: (share.of_teacher(device, name), head_of_reference(name, its, origin))
-            for name in share.reference_states
-        }
+        ids_n = share.of_tokens(rollout, device).ids
         row_n, place_n = share.places_N // rollout.weights.size(1), share.places_N % rollout.weights.size(1)
-        columns = {
-            "loss": objective.of(mine, theirs, None, replace(sampled, nll_weight=None), references).divergence,
-            "forward": _kl(objective, mine, theirs),
-            "student": -streamed_entropy(LazyLogits(*mine, objective.temperatures[0]), *how, sampled.ids),
-        }
         if isinstance(its, TokenHead):
-            columns["teacher"] = KnownTokens.unpack(theirs[0]).logprobs[:, 0]
+            of_teacher_n = KnownTokens.unpack(theirs[0]).logprobs[:, 0]
         else:
-            columns["teacher"] = -streamed_entropy(LazyLogits(*theirs, objective.temperatures[1]), *how, sampled.ids)
-        index = {"row": row_n, "place": place_n, "token": sampled.ids}
-        numbers = {name: nats.cpu().double() for name, nats in columns.items()}
+            of_teacher_n = -streamed_entropy(LazyLogits(*theirs, objective.temperatures[1]), *how, ids_n)
+        of_student_n = -streamed_entropy(LazyLogits(*mine, objective.temperatures[0]), *how, ids_n)
+        nats = {"forward": _kl(objective, mine, theirs), "student": of_student_n, "teacher": of_teacher_n}
+        index = {"row": row_n, "place": place_n, "token": ids_n}
+        numbers = {name: one.cpu().double() for name, one in nats.items()}
         parts.append(DataFrame({name: one.cpu() for name, one in index.items()} | numbers))
     return concat(parts, ignore_index=True)
 
@@ -443,7 +433,7 @@ def verdict(of: Audit) -> Verdict:
     if of.own is None or of.knows is None:
         return Verdict(
             "unknown",
-            f"They differ by {of.loss:.2g} nats; whether the teacher is better was not measured: {of.cannot}.",
+            f"They differ by {of.forward:.2g} nats; whether the teacher is better was not measured: {of.cannot}.",
             "Pass `Rewards` of what you want, and a teacher that can generate (`teacher_offload='none'` or 'cpu').",
         )
     rewards = f"(reward {of.own.value:.2f}, {of.knows.value:+.2f} ± {of.knows.error:.2f})"
