@@ -75,12 +75,8 @@ class Plan:
     ) -> Plan:  # fmt: skip
         """Without `outcomes` a read has one range, of all tokens that go on."""
         states, device, host = len(model.hidden), model.head.weight.device, table.to(torch.device("cpu"))
-        side, token, reads, leaves = (
-            Side.of(model, product_dtype(model), None),
-            spelled.token,
-            spelled.reads,
-            spelled.leaves,
-        )
+        side = Side.of(model, product_dtype(model), None)
+        token, reads, leaves = spelled.token, spelled.reads, spelled.leaves
         columns = -(-len(table.order) // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
         node_R = reads[:, 2]
         ranges_R = (host.first[node_R + 1] - host.first[node_R]) if outcomes else torch.ones_like(node_R)
