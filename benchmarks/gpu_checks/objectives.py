@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import loss
 import torch
+from support.byte_languages import dense_byte_logarithms
 from timing import median
 
 from gpu_checks.findings import Findings
 from gpu_checks.losses import SHARED, SHARED_TOY, sizes
 from trl_opsd.bytes.covering import Cutter, Nodes
 from trl_opsd.bytes.divergence import Bytewise, byte_logarithms
-from trl_opsd.bytes.ranges import dense_byte_logarithms
 from trl_opsd.bytes.table import Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.losses import ReverseKL, dense_divergence, streamed_divergence

@@ -14,6 +14,7 @@ from heads import logits_of, of_logits
 from support.byte_languages import (
     Language,
     byte_pairs,
+    dense_byte_logarithms,
     nodes_of,
     outcomes,
     small_languages,
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from trl_opsd.bytes import ranges
 from trl_opsd.bytes.divergence import Bytewise, byte_logarithms, forks_needed
-from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
+from trl_opsd.bytes.ranges import _FLOOR
 from trl_opsd.bytes.table import OUTCOMES, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, NegativeLogAcceptance, ReverseKL

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -57,24 +55,20 @@ def test_values_are_summed_over_the_tokens_of_each_row():
     assert not parts.rows.requires_grad
 
 
-def naive(values, entropies, weights, lengths):
-    """Sums of weights and divergences by place, and where the student is least certain, one token after the other."""
-    rows, taken = [], iter(zip(values, entropies, strict=True))
+def naive(values, weights, lengths):
+    """Sums of weights and divergences by place, one token after the other."""
+    rows, taken = [], iter(values)
     for weights_C, length in zip(weights, lengths, strict=True):
-        tenths, seen = [[0.0, 0.0] for _ in range(10)], []
+        tenths = [[0.0, 0.0] for _ in range(10)]
         for place, weight in enumerate(weights_C):
             if weight:
-                value, entropy = next(taken)
                 tenths[place * 10 // length][0] += weight
-                tenths[place * 10 // length][1] += value
-                seen.append((entropy, weight, value))
-        first = sorted(seen, reverse=True)[: math.ceil(len(seen) / 5)]
-        uncertain = [sum(one[part] for one in first) for part in (1, 2)]
-        rows.append([*uncertain, *(one[0] for one in tenths), *(one[1] for one in tenths)])
+                tenths[place * 10 // length][1] += next(taken)
+        rows.append([*(one[0] for one in tenths), *(one[1] for one in tenths)])
     return torch.tensor(rows)
 
 
-def test_values_are_summed_by_place_and_at_least_certainty():
+def test_values_are_summed_by_place():
     generator = torch.Generator().manual_seed(0)
     lengths = [43, 1, 7, 10, 30, 0, 43]
     real = (torch.arange(43) < torch.tensor(lengths)[:, None]).long()
@@ -82,11 +76,11 @@ def test_values_are_summed_by_place_and_at_least_certainty():
     weights[:, 3::4] = 0  # tool output, or not selected
     weights[6] = 0
     number = int((weights != 0).sum())
-    values, entropies = torch.rand(2, number, generator=generator)
-    tokens = PerToken(divergence=values, student_entropy=entropies, teacher_entropy=entropies)
+    values = torch.rand(number, generator=generator)
+    tokens = PerToken(divergence=values, student_entropy=values, teacher_entropy=values)
     found = reduce(tokens, weights, None, real).rows[:, 23:]
-    assert_close(found, naive(values.tolist(), entropies.tolist(), weights.tolist(), lengths))
-    assert found[:, 2:12].sum() > 20, "there was something to sum"
+    assert_close(found, naive(values.tolist(), weights.tolist(), lengths))
+    assert found[:, :10].sum() > 20, "there was something to sum"
 
 
 @pytest.mark.parametrize(("num_items", "loss"), [(None, 2.0), (14, 0.5), (torch.tensor(28), 0.25)])

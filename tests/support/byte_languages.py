@@ -68,6 +68,40 @@ def nodes_of(tree: CoveringTree, ids: Sequence[int]) -> list[tuple[int, list[tup
     return [(offset, path(node)) for offset, node in nodes]
 
 
+def dense_byte_logarithms(
+    logits_SV: torch.Tensor,
+    texts: Sequence[bytes | None],
+    outcomes: Sequence[int],
+    nodes: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+    floor: float,
+) -> torch.Tensor:
+    """What `byte_logarithms` must equal, [P, 257], with a loop over all tokens for each byte, in float64.
+
+    `texts` are the bytes of each id, `None` for special tokens; ids beyond them do not exist. `outcomes` are the bytes
+    of a row, 256 for a special token, and `nodes`, for each state, the position before which it is, and what leads
+    there from the row's begin: states and the tokens that follow them.
+    """
+    log_SV = logits_SV[:, : len(texts)].double().log_softmax(-1)
+    path_S = torch.stack([sum((log_SV[one, token] for one, token in path), log_SV.new_zeros(())) for _, path in nodes])
+    found = []
+    for position in range(len(outcomes)):
+        masses = [log_SV.new_zeros(()) for _ in range(257)]
+        here = [one for one, (place, _) in enumerate(nodes) if place <= position]
+        highest = float(path_S[max(here, key=lambda one: nodes[one][0])].detach())
+        for one in here:
+            since = outcomes[nodes[one][0] : position]
+            for token, text in enumerate(texts):
+                if 256 in since or (text is not None and (len(text) <= len(since) or [*text[: len(since)]] != since)):
+                    continue
+                if text is None and since:
+                    continue
+                outcome = 256 if text is None else text[len(since)]
+                masses[outcome] = masses[outcome] + (path_S[one] - highest + log_SV[one, token]).exp()
+        total = torch.stack(masses)
+        found.append((total / total.sum() + floor).log())
+    return torch.stack(found)
+
+
 def byte_pairs(merges: int, *, start: int = 0, special: tuple[str, ...] = ("<|im_end|>",)) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with merges learned from the license, the first ones left out of it."""
     backend = Tokenizer(models.BPE())

@@ -12,14 +12,14 @@ import torch
 from controls import Shuffled
 from peft import LoraConfig
 from support import tiny
-from support.byte_languages import byte_pairs, outcomes
+from support.byte_languages import byte_pairs, dense_byte_logarithms, outcomes
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout, Method, OPSDTrainer
 from trl_opsd.bytes.forks import Forking
-from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
+from trl_opsd.bytes.ranges import _FLOOR
 from trl_opsd.bytes.teacher import ByteTeacher
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.teacher import FrozenTeacher, Teacher

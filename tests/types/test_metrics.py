@@ -230,7 +230,7 @@ def test_divergences_by_position_average_to_the_mean(make_trainer):
     (row,) = (one for one in trainer.state.log_history if "divergence/mean" in one)
     tenths = [row[f"divergence/position_{tenth}"] for tenth in range(10)]
     assert sum(tenths) / 10 == pytest.approx(row["divergence/mean"], rel=1e-5)
-    assert min(tenths) < row["divergence/high_entropy"] != row["divergence/mean"]
+    assert min(tenths) < max(tenths)
 
 
 class Counting(OPSDTrainer):

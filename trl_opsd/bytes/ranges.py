@@ -10,7 +10,6 @@ F forks that are not read · X pairs of them and positions that they may add to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,12 +75,8 @@ class Plan:
     ) -> Plan:  # fmt: skip
         """Without `outcomes` a read has one range, of all tokens that go on."""
         states, device, host = len(model.hidden), model.head.weight.device, table.to(torch.device("cpu"))
-        side, token, reads, leaves = (
-            Side.of(model, product_dtype(model), None),
-            spelled.token,
-            spelled.reads,
-            spelled.leaves,
-        )
+        side = Side.of(model, product_dtype(model), None)
+        token, reads, leaves = spelled.token, spelled.reads, spelled.leaves
         columns = -(-len(table.order) // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
         node_R = reads[:, 2]
         ranges_R = (host.first[node_R + 1] - host.first[node_R]) if outcomes else torch.ones_like(node_R)
@@ -300,37 +295,3 @@ def _finite(slopes: Tensor) -> Tensor:
     """In float32: the slope of what has no probability may be beyond it, and 0 times infinity is NaN."""
     most = torch.finfo(torch.float32).max
     return slopes.clamp(-most, most).float()
-
-
-def dense_byte_logarithms(
-    logits_SV: Tensor,
-    texts: Sequence[bytes | None],
-    outcomes: Sequence[int],
-    nodes: Sequence[tuple[int, Sequence[tuple[int, int]]]],
-    floor: float,
-) -> Tensor:
-    """What [`byte_logarithms`] must equal, [P, 257], with a loop over all tokens for each byte, in float64.
-
-    `texts` are the bytes of each id, `None` for special tokens; ids beyond them do not exist. `outcomes` are the bytes
-    of a row, 256 for a special token, and `nodes`, for each state, the position before which it is, and what leads
-    there from the row's begin: states and the tokens that follow them.
-    """
-    log_SV = logits_SV[:, : len(texts)].double().log_softmax(-1)
-    path_S = torch.stack([sum((log_SV[one, token] for one, token in path), log_SV.new_zeros(())) for _, path in nodes])
-    found = []
-    for position in range(len(outcomes)):
-        masses = [log_SV.new_zeros(()) for _ in range(257)]
-        here = [one for one, (place, _) in enumerate(nodes) if place <= position]
-        highest = float(path_S[max(here, key=lambda one: nodes[one][0])].detach())
-        for one in here:
-            since = outcomes[nodes[one][0] : position]
-            for token, text in enumerate(texts):
-                if 256 in since or (text is not None and (len(text) <= len(since) or [*text[: len(since)]] != since)):
-                    continue
-                if text is None and since:
-                    continue
-                outcome = 256 if text is None else text[len(since)]
-                masses[outcome] = masses[outcome] + (path_S[one] - highest + log_SV[one, token]).exp()
-        total = torch.stack(masses)
-        found.append((total / total.sum() + floor).log())
-    return torch.stack(found)

@@ -15,7 +15,6 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
 from os.path import commonprefix
-from typing import Any
 
 import numpy as np
 import torch
@@ -214,17 +213,8 @@ class ByteVocabulary:
         rank_V[ids] = np.arange(len(ids))
         length_V = np.array([1 if text is None else len(text) for text in self.texts])
         first = np.searchsorted(parents[by_node], np.arange(len(lows) + 1))
-        values: dict[str, Any] = {
-            "order": ids,
-            "rank": rank_V,
-            "first": first,
-            "outcome": bytes_[by_node],
-            "low": low[by_node],
-            "high": high[by_node],
-            "length": length_V,
-        }
-        table = ByteTable(**{name: torch.from_numpy(np.asarray(one, np.int32)) for name, one in values.items()})
-        return table, steps
+        columns = ids, rank_V, first, bytes_[by_node], low[by_node], high[by_node], length_V
+        return ByteTable(*(torch.from_numpy(np.asarray(one, np.int32)) for one in columns)), steps
 
     @property
     def steps(self) -> tuple[Numbers, Numbers]:

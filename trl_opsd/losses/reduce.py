@@ -11,9 +11,6 @@ from torch import Tensor
 from trl_opsd.types import LossParts, PerToken
 from trl_opsd.types.loss import TENTHS, UNWEIGHTED
 
-ONE_IN = 5
-"""One in so many tokens counts as uncertain: the fifth with the highest entropy, as in arXiv 2506.01939."""
-
 
 def reduce(
     per_token: PerToken,
@@ -34,7 +31,7 @@ def reduce(
             `None`, the sum of `weights`, or 1 if there are no tokens.
         real (`torch.Tensor`, *optional*):
             [B, C], not 0 where there is a token of the completion. When `None`, the rows are parts of completions, and
-            what depends on places and ranks within one is 0.
+            what depends on places within one is 0.
         places (`torch.Tensor`, *optional*):
             [N], indices in [B * C] of these tokens, whose values are 0 where `weights` is. When `None`, `weights` is
             0 for no other token.
@@ -61,18 +58,17 @@ def reduce(
     alone_N = divergence.detach()
     for added_N in (per_token.nll, per_token.anchored):
         alone_N = alone_N if added_N is None else alone_N - added_N
-    divergence_BC, entropy_BC = spread(alone_N), spread(per_token.student_entropy)
+    divergence_BC = spread(alone_N)
     unweighted = {name: values_N for name in UNWEIGHTED if (values_N := getattr(per_token, name)) is not None}
     sums = {
         "weight": weights_BC.sum(1),
         "divergence": divergence_BC.sum(1),
-        "student_entropy": (entropy_BC * weights_BC).sum(1),
+        "student_entropy": (spread(per_token.student_entropy) * weights_BC).sum(1),
         "teacher_entropy": (spread(per_token.teacher_entropy) * weights_BC).sum(1),
         "tokens": counts_BC.sum(1).to(weights_BC),
         **{name: spread(values_N).sum(1) for name, values_N in unweighted.items()},
     }
     if real is not None:
-        sums.update(where_uncertain(counts_BC, weights_BC, divergence_BC, entropy_BC))
         sums.update(by_tenth(real.to(divergence.device), weights_BC, divergence_BC))
     # A name that is no column would leave its column at 0, which would be logged as if measured.
     assert sums.keys() <= set(LossParts.ROW_NAMES), sums.keys() - set(LossParts.ROW_NAMES)
@@ -97,16 +93,3 @@ def by_tenth(real_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor) -> dict
         for row, name in enumerate(("weight", "divergence"))
         for tenth in range(TENTHS)
     }
-
-
-def where_uncertain(
-    counts_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor, entropy_BC: Tensor
-) -> dict[str, Tensor]:
-    """[B] each, by name: sums over the tokens of each row with the highest student entropy."""
-    entropy_BC = entropy_BC.masked_fill(~counts_BC, -torch.inf)
-    # Of n tokens the first ceil(n / 5), and all that tie with the last of them.
-    last_B = ((counts_BC.sum(1) - 1) // ONE_IN).clamp(min=0)
-    lowest_B1 = entropy_BC.sort(dim=1, descending=True).values.gather(1, last_B[:, None])
-    chosen_BC = counts_BC & (entropy_BC >= lowest_B1)
-    values = {"high_entropy_weight": weights_BC, "high_entropy_divergence": divergence_BC}
-    return {name: (one * chosen_BC).sum(1) for name, one in values.items()}

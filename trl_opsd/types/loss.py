@@ -185,8 +185,6 @@ class LossParts:
         "teacher_entropy",
         "tokens",
         *UNWEIGHTED,
-        "high_entropy_weight",
-        "high_entropy_divergence",
         *(f"weight_{tenth}" for tenth in range(TENTHS)),
         *(f"divergence_{tenth}" for tenth in range(TENTHS)),
     )
@@ -195,8 +193,8 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 45], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
-    and `nll` in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
+    """[B, 43], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    and `nll` in nats times weight; the others without weights, as [`PerToken`] has them. From `weight_0` on
     all are 0 where the row is only a part of a completion."""
 
     def __add__(self, other: LossParts) -> LossParts:

@@ -45,8 +45,7 @@ _TOKENS = Logs(WEIGHTED, ALWAYS)
 _WHOLE = "teachers whose whole distributions are known"
 _COUNTED = Logs(MEAN, f"{_WHOLE}, over tokens")
 _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _COUNTED.appears)
-_ROWS = Logs(WEIGHTED, f"{ALWAYS}; in training not where processes share rows")
-_PLACES = Logs(WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
+_PLACES = Logs(WEIGHTED, "if a token counts there; in training not where processes share rows")
 _TEACHERS = Logs(WEIGHTED, "several teachers, of those that had a token in the loss")
 _SEVERAL = "several teachers"
 _WITH_TOOLS = "`tools`, or an `environment_factory`"
@@ -75,12 +74,6 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "divergence/mean": Metric("nats", "Divergence of both models, per token.", _TOKENS, "divergence / weight"),
         "divergence/clipped": Metric(
             "1", "Share of tokens with a clipped entry.", Logs(MEAN, "a clip of entries"), "clipped / tokens"
-        ),
-        "divergence/high_entropy": Metric(
-            "nats",
-            "`divergence/mean` of the fifth of each completion's tokens with the highest `entropy/student`.",
-            _ROWS,
-            "high_entropy_divergence / high_entropy_weight",
         ),
         **{
             f"divergence/position_{tenth}": Metric(
