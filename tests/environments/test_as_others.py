@@ -1,61 +1,15 @@
-"""The same agents as tools, as TRL's GRPO has them, in two processes, resumed, with LoRA and with other teachers."""
+"""The same agents as TRL's GRPO has them, in two processes, and resumed."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from environments.worlds import END, Adder, Drawn, Scripted, Told, call, figures, flat, given, once, rows, tasks, words
+from environments.worlds import END, Adder, Drawn, Scripted, Told, call, flat, given, once, rows, tasks, words
 from support import forks, tiny
 from trl import GRPOConfig, GRPOTrainer
-
-EXAMPLES, DOCS = (Path(__file__).parents[2] / name for name in ("examples", "docs"))
-
-
-@pytest.fixture
-def doors(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from doors import DOORS, world
-
-    yield DOORS, world
-    for name in [name for name in sys.modules if name.partition(".")[0] == "doors"]:
-        del sys.modules[name]
-
-
-def test_doors_as_an_environment_are_doors_as_a_tool(trained, doors):
-    models, world = doors
-    dataset = world.rows(24)
-    told = [f"{maze.question}\n\n{maze.hint}" for maze in world.draw(24)]
-    same = {
-        "model": str(models / "student"),
-        "teacher_model": str(models / "teacher"),
-        "processing_class": None,
-        "rollout": None,
-        "max_completion_length": world.MOST_TOKENS,
-        "max_tool_calling_iterations": 8,
-        "per_device_train_batch_size": 8,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-    }
-    logs, students = [], []
-    for acting in (
-        {
-            "train_dataset": dataset.add_column("teacher_prompt", [[{"role": "user", "content": one}] for one in told]),
-            "tools": [world.try_door],
-        },
-        {"train_dataset": dataset, "environment_factory": world.Doors},
-    ):
-        trainer = trained(**same, **acting)
-        logs.append([log for log in trainer.state.log_history if "loss" in log])
-        students.append(list(trainer.model.parameters()))
-    for name in ("loss", "tools/call_frequency", "completions/mean_length", "turns/mean", "num_tokens"):
-        assert [log[name] for log in logs[0]] == [log[name] for log in logs[1]], name
-    assert logs[0][0]["tools/call_frequency"] > 1
-    assert all(map(torch.equal, *students))
 
 
 class Fixed(GRPOTrainer):
@@ -119,25 +73,6 @@ def test_two_processes_act_out_the_tasks_of_one(tmp_path):
     assert two["train"] == one["train"]
     assert flat(two["eval"])[: 2 * 6] == flat(one["eval"])
     assert [len(set(batch)) for batch in odd["train"]] == [1] * 3, "a group in both has one task"
-
-
-@pytest.mark.long
-@pytest.mark.distributed
-def test_metrics_are_those_of_all_rows(tmp_path):
-    """Of five rows, with a row that only fills the last batch."""
-    two = forks.results("ddp", figures, tmp_path / "two", 2, 2)[0]
-    one, ones = (figures(tmp_path / f"one{size}", 1, size) for size in (4, 1))
-    assert one.keys() == two.keys() == ones.keys()
-    assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
-    assert ones == pytest.approx(one, rel=1e-4, abs=1e-6)
-    turns = [1 + row % 3 for row in range(5)]
-    assert (one["turns/mean"], one["eval_turns/mean"]) == pytest.approx((sum(turns[:4]) / 4, sum(turns) / 5))
-    assert one["eval_tools/call_frequency"] == pytest.approx(4 / 5)
-    assert one["eval_tools/failure_frequency"] == pytest.approx(3 / 4)
-    assert one["eval_start"] == 2
-    assert one["eval_completions/clipped_ratio"] == pytest.approx(1 / 5)
-    assert 0 < one["eval_gate/mean"] < 1
-    assert one["eval_completions/min_length"] < one["eval_completions/mean_length"] - 1
 
 
 class DrawnAndTold(Drawn, Told):

@@ -311,11 +311,10 @@ def test_answers_are_not_tokenized_as_the_teachers_prompts_are(make_trainer):
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         name: (type("Shop", (Adder,), {name: lambda self: "it"}), {})
-        for name in ("get_privileged_contexts", "privileged_context", "get_feedbacks")
+        for name in ("get_privileged_contexts", "get_feedbacks")
     },
     "'Adder' object is not callable": (Adder(), {}),
     "could not make an environment: TypeError": (lambda number: Adder(), {}),
-    "could not make an environment: ZeroDivisionError": (lambda: 1 / 0, {}),
     "column 'environment'": ({"a": Adder}, {}),
     "row 2 of train_dataset": ({"a": Adder}, {"train_dataset": rows(4, environment=["a", "a", "b", "a"])}),
     "tells its teacher more": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}),

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import threading
 import time
 from collections.abc import Iterable
@@ -19,7 +18,6 @@ from support import tiny
 from support.tool_calls import words
 
 from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.methods.rewards import Rewards
 
 END = "<|im_end|>"
 
@@ -86,7 +84,6 @@ class Adder:
             "long": "word " * 2000,
             "number": 3.5,
             "image": [{"type": "text", "text": "a map"}, {"type": "image", "image": object()}],
-            "nothing": None,
             "rows": [{"id": 1}, {"id": 2}],
             "odd text": "\ud800 odd \0",
         }[how]
@@ -137,43 +134,6 @@ def tasks(folder: Any, group: int = 2, batch: int = 8) -> dict[str, Any]:
         act()
         found[what] = [flat(batch) for batch in zip(*gather_object([trainer.tasks]), strict=True)]
     return found
-
-
-class Uneven(Adder):
-    """Tells the teacher of some rows only."""
-
-    def get_feedback(self) -> str | None:
-        return None if self.total % 3 == 0 else f"the total was {self.total}"
-
-
-def unevenly(prompt: str) -> str:
-    """A script with other numbers of turns, failed calls and tokens for each row."""
-    row, turn = int(re.findall(r"count (\d+)", prompt)[-1]), prompt.count("<tool_response>")
-    if turn < row % 3:
-        return call(number=row) if row % 2 else call("misbehave", how="raise")
-    return "done" * row + END * (row != 4)
-
-
-def logging_starts(completions: list[Any], start: list[int], log_metric: Any, **_: Any) -> list[float]:
-    for one in start:
-        log_metric("start", one)
-    return [float(one) for one in start]
-
-
-def figures(folder: Any, processes: int, eval_batch: int) -> dict[str, Any]:
-    """What a training of 4 prompts, 2 completions of each, and an evaluation of 5 rows log, but seconds and samples."""
-    dataset = rows(8, start=list(range(8)))
-    arguments = given(unevenly, Uneven, train_dataset=dataset, eval_dataset=dataset.select(range(5)))
-    length, steps = arguments.pop("max_completion_length"), arguments.pop("max_steps")
-    options = {"max_completion_length": length, "max_steps": steps, "teacher_model_kind": "base"}
-    options |= {"num_generations": 2, "num_generations_eval": 1}
-    sizes = {"per_device_train_batch_size": 8 // processes, "per_device_eval_batch_size": eval_batch}
-    arguments |= {"teacher_model": None, "methods": [Rewards(logging_starts, weight=0.1)]}
-    trainer = OPSDTrainer(args=tiny.config(folder, shuffle_dataset=False, **options, **sizes), **arguments)
-    evaluated = trainer.evaluate()
-    trainer.train()
-    found = {**evaluated, **next(log for log in trainer.state.log_history if "loss" in log)}
-    return {name: one for name, one in found.items() if not re.search("time|second|epoch|step|top", name)}
 
 
 class Scripted(RolloutBackend):

@@ -16,7 +16,7 @@ import torch
 from support import tiny
 from vllm import LLM, PoolingParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm_lab import gap, lora, student, trainer
+from vllm_lab import gap, lora, move, student, trainer
 
 from trl_opsd._compat.vllm import engine, supported
 
@@ -48,11 +48,10 @@ def synced(folder: Path, shape: str, adapter: bool = False, tied: bool = False, 
     prompts = made.tokenize(tiny.PROMPTS[:4])
     written = made.complete(prompts)
     gaps = [gap(made)]
+    move(made)
+    gaps.append(gap(made))
+    written += made.complete(prompts)
     with torch.no_grad():
-        for part in made.model.parameters():
-            part.mul_(1.3) if part.requires_grad else None
-        gaps.append(gap(made))
-        written += made.complete(prompts)
         likeliest = made.model.eval()(torch.tensor([prompts[0]])).logits[0, -1].argmax()
     gaps.append(gap(made))
     made.rollout.close()

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from support import tiny
 
 from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.rollout import FixedRollout
 from trl_opsd.rollout.returned import checked_stream
 
 
@@ -91,11 +91,6 @@ def test_completions_that_are_no_token_ids_are_refused(make_trainer):
         assert one.state.global_step == 3
 
 
-def test_an_unrecorded_prompt_is_named_in_the_error():
-    with pytest.raises(ValueError, match=r"for 1 of 2 prompts, the first with token ids \[9\]"):
-        FixedRollout({(1,): [2]}).complete([[1], [9]], step=0)
-
-
 # ---- Rows that are yielded as they end -------------------------------------------------------------------------------
 
 
@@ -125,28 +120,6 @@ def test_invalid_rows_of_a_stream_are_refused(make_trainer):
             list(rows_from(trainer, stream))
 
 
-def test_closing_the_checked_stream_closes_the_stream(make_trainer):
-    log: list[str] = []
-
-    def rows(ids: list[int]) -> Any:
-        try:
-            yield 0, ids
-            log.append("went on")
-            yield 1, [8]
-        finally:
-            log.append("closed")
-
-    trainer = make_trainer()
-    stream = rows([7])  # which is not collected while this refers to it
-    taken = rows_from(trainer, stream)
-    next(taken)
-    taken.close()
-    assert log == ["closed"]
-    with pytest.raises(ValueError, match="token id 259"):
-        next(rows_from(trainer, rows([259])))
-    assert log == ["closed"] * 2
-
-
 def test_a_rollout_without_streaming_yields_its_completions():
     assert list(Own([[7, 8], [9]]).stream([[5], [6]], 0)) == [(0, [7, 8]), (1, [9])]
     for returned, message in WRONG:
@@ -173,19 +146,15 @@ def test_completions_that_begin_with_their_prompts_warn(make_trainer, caplog, cl
     assert caplog.text.count(f"Every completion returned by {name} starts with its whole prompt") == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "prompts"),
-    [
+def test_completions_that_do_not_repeat_prompts_do_not_warn(make_trainer, caplog):
+    for answer, prompts in [
         (lambda prompts: [prompts[0] + [7], *([7, 8] for _ in prompts[1:])], tiny.PROMPTS),  # one of them
         (lambda prompts: [[*ids[:-1], 7] for ids in prompts], tiny.PROMPTS),  # a part of each
         (lambda prompts: [[] for _ in prompts], tiny.PROMPTS),
         (whole, ["a", "xy"] * 2),  # which may be by chance
-    ],
-)
-def test_completions_that_do_not_repeat_prompts_do_not_warn(make_trainer, caplog, answer, prompts):
-    dataset = tiny.rows(1).from_dict({"prompt": prompts})
-    make_trainer(train_dataset=dataset, rollout=Own(answer)).train()
-    assert "starts with its whole prompt" not in caplog.text
+    ]:
+        make_trainer(train_dataset=Dataset.from_dict({"prompt": prompts}), rollout=Own(answer)).train()
+        assert "starts with its whole prompt" not in caplog.text
 
 
 @pytest.mark.parametrize("verb", ["complete", "teach", "weigh"])

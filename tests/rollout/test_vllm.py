@@ -17,13 +17,8 @@ pytest.importorskip("vllm")
 
 from support.processes import run
 from transformers.utils.import_utils import enable_tf32
-from vllm import SamplingParams
-from vllm.config import VllmConfig
-from vllm.v1.sample.logits_processor import build_logitsprocs
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState, loader
 from vllm_lab import by_hf, gap, student, two_end_tokens
 
-from trl_opsd._compat.vllm import supported
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.types.rollout import cut_after_end
 
@@ -93,20 +88,6 @@ def test_an_id_beyond_the_vocabulary_is_never_sampled(make, tmp_path):
     assert gap(trainer) < 1e-4, "log-probabilities are those before the mask"
 
 
-def test_both_model_runners_mask_unknown_ids():
-    """vLLM has two model runners; the second, used where there is Triton, has a loader and a base class of its own."""
-    kind, config = supported.vocabulary_mask(5), VllmConfig()
-    state = SimpleNamespace(**dict.fromkeys(LogitsProcRequestState.__dataclass_fields__))
-    *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
-    (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
-    loader.build_custom_logits_processors_params_validator([kind])(SamplingParams())
-    assert second.add_request(0, SamplingParams()) is True, "else the processor is skipped"
-    second.apply_staged_writes()
-
-    for masked in (first.apply(torch.zeros(2, 8)), second.apply(torch.zeros(2, 8), None)):
-        assert masked.isneginf().tolist() == [[False] * 5 + [True] * 3] * 2
-
-
 def test_sampling_options_reach_vllm(make):
     trainer = make(temperature=1.9, eval_temperature=0.0, generation_kwargs={"min_tokens": 16})
     prompts = trainer.tokenize(tiny.PROMPTS)
@@ -122,16 +103,6 @@ def test_sampling_options_reach_vllm(make):
     digits = make(vllm_structured_outputs_regex="[0-9]{3}")
     texts = digits.processing_class.batch_decode(digits.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
-
-
-def test_answers_to_other_prompts_are_an_error(make, monkeypatch):
-    trainer = make()
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    trainer.complete(prompts)
-    engine, write = trainer.rollout.engine, trainer.rollout.engine.write
-    monkeypatch.setattr(engine, "write", lambda ids, options: write(ids[::-1], options), raising=False)
-    with pytest.raises(RuntimeError, match=r"For row 0 .* vLLM returned another prompt"):
-        trainer.complete(prompts)
 
 
 def test_building_a_rollout_preserves_the_random_state(make):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from functools import partial
 from operator import add
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,23 +13,21 @@ from support import vision_language
 pytest.importorskip("vllm")
 
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, InternVLVideoProcessor
+from transformers import AutoModelForImageTextToText
 from transformers.utils import is_torchvision_available
-from vllm_lab import by_hf
+from vllm_lab import by_hf, move
 
 from trl_opsd._compat.peft import without_peft
 from trl_opsd._compat.vllm.engine import VLLMEngine
-from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.errors import SyncError
 from trl_opsd.models.backbone import seen, together
-from trl_opsd.types.rollout import PromptIds, images_of
+from trl_opsd.types.rollout import images_of
 
 pytestmark = pytest.mark.vllm
 
-with_torchvision = pytest.mark.skipif(
+WITH_TORCHVISION = pytest.mark.skipif(
     not is_torchvision_available(),
-    reason="vLLM needs torchvision for these families, whose build for a CPU is not on the index that the tests use",
+    reason="vLLM needs torchvision for it, whose build for a CPU is not on the index that the tests use",
 )
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
 TEXT = {"qwen2_5_vl": ROPE}
@@ -47,10 +44,6 @@ def seeing(make, tmp_path):
     def seeing(family, **given):
         sizes = {"num_attention_heads": 2, "head_dim": 32, **TEXT.get(family, {})}
         vision_language.model(family, 64, 0, sees=True, **sizes).save_pretrained(tmp_path / "student")
-        if family == "internvl":  # vLLM loads it whenever it starts
-            InternVLVideoProcessor().save_pretrained(tmp_path / "student")
-        if family == "llava":
-            in_old_names(tmp_path / "student" / "model.safetensors")
         return make(
             model=AutoModelForImageTextToText.from_pretrained(tmp_path / "student"),
             processing_class=vision_language.processor(family, **IMAGES.get(family, {})),
@@ -59,13 +52,6 @@ def seeing(make, tmp_path):
         )
 
     return seeing
-
-
-def in_old_names(file: Path) -> None:
-    """Names the weights of a tower as checkpoints on the hub do; vLLM knows only those."""
-    old, new = "vision_tower.vision_model.", "vision_tower."
-    named = {name.replace(old, new).replace(new, old): one for name, one in load_file(file).items()}
-    save_file(named, file, {"format": "pt"})
 
 
 def prompts_of(trainer):
@@ -90,19 +76,12 @@ def largest_gap(trainer, prompts):
     return largest
 
 
-def move(trainer):
-    with torch.no_grad():
-        for part in trainer.model.parameters():
-            part.mul_(1.1) if part.requires_grad else None
-
-
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "family",
     [
         "idefics3",
-        pytest.param("qwen2_5_vl", marks=with_torchvision),
-        *(pytest.param(one, marks=[with_torchvision, pytest.mark.long]) for one in ("llava", "internvl")),
+        pytest.param("qwen2_5_vl", marks=WITH_TORCHVISION),
         pytest.param("smolvlm", marks=pytest.mark.long),
     ],
 )
@@ -116,7 +95,7 @@ def test_completions_after_images_equal_those_of_generate(seeing, family, lora):
     for _ in range(4):
         assert trainer.complete(prompts) == by_hf(trainer, prompts)
         gaps.append(largest_gap(trainer, prompts))
-        move(trainer)
+        move(trainer, 1.1)
         assert largest_gap(trainer, prompts) > 1e-3
     assert len(proven) == 4
     assert max(gaps + proven) <= 1e-4

@@ -131,7 +131,7 @@ def test_streamed_rows_have_sampling_log_probabilities_the_loss_reads(serve):
 
 @pytest.mark.parametrize("name", ["skip_reading_prefix_cache", "logprobs"])
 def test_an_option_that_cannot_work_with_a_server_is_refused(serve, name):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"`generation_kwargs=\{{'{name}': 2\}}`"):
         serve(generation_kwargs={name: 2})
 
 

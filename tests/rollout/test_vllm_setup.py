@@ -38,7 +38,10 @@ pytestmark = pytest.mark.vllm
         ({"vllm_tensor_parallel_size": 2}, "but there are 1: set it to a divisor"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
-        ({"peft_config": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])}, "LoRA"),
+        (
+            {"peft_config": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])},
+            "only LoRA on",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat.sharding import is_split_model, trained_parameters
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.vllm import engine
 from trl_opsd.errors import SyncError
 from trl_opsd.rollout import weight_sync
@@ -62,7 +62,6 @@ def in_two(folder: Path, names: list[str], size: int) -> dict[str, Any]:
         }
     results["adapter bytes"] = adapter_bytes(trainer)
     results["held"] = held_by_proof(trainer)
-    results["noticed"] = changes_that_are_sent(trainer)
     results["announced"] = announced_as_drawn(trainer)
     results["fault"] = fault_on_one(trainer)
     return results
@@ -133,28 +132,6 @@ def held_by_proof(trainer: OPSDTrainer) -> float:
     return held[0] / sum(getattr(one, "ds_numel", one.numel()) for one in parameters)
 
 
-def changes_that_are_sent(trainer: OPSDTrainer) -> dict[str, bool]:
-    """Which changes made to the student by hand would send its weights again."""
-    trainer.rollout.sync_weights()
-
-    def write_to(kind: str) -> None:
-        with torch.no_grad():
-            next(part for name, part in trained_parameters(trainer.model).items() if kind in name).add_(0.0)
-
-    changes = {
-        "a rollout": lambda: trainer.complete(trainer.tokenize(tiny.PROMPTS[:1])),
-        "the adapter": lambda: write_to("lora_A"),
-        "the base": lambda: write_to("base_layer"),
-        "loading": lambda: trainer.model.load_state_dict(trainer.model.state_dict()),
-    }
-    noticed = {}
-    for name, change in changes.items():
-        change()
-        noticed[name] = trainer.rollout._has_changed()
-        trainer.rollout.sync_weights()
-    return noticed
-
-
 def announced_as_drawn(trainer: OPSDTrainer) -> bool:
     """Whether names, dtypes and shapes are known before anything is gathered, as a server needs them first."""
     stream = weight_sync.Stream(
@@ -211,8 +188,6 @@ def test_engines_get_whole_sharded_student(tmp_path, strategy, names, size):
     assert results["fault"] == ["an error", "an error"], "although only one engine was wrong"
     if names == ["adapter"]:
         assert results["held"] < 0.3, "the student is not gathered to verify a sync"
-    if strategy == "fsdp2_cpu":  # writes to the shards of ZeRO-3 by hand leave no trace
-        assert results["noticed"] == {"a rollout": False, "the adapter": True, "the base": True, "loading": True}
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 
 pytest.importorskip("vllm")
 
-from vllm.v1.worker.gpu_worker import Worker
 from vllm_lab import by_hf, lora, student
 
 from trl_opsd import OPSDTrainer
@@ -106,6 +105,8 @@ def test_an_engine_sleeps_but_while_it_is_used(watch, monkeypatch):
         trainer.complete(prompts)
         trainer.rollout.close()
     assert engine.calls[-2:] == ["write", "closed"], "a closed one does not sleep"
+    _, with_adapter = watch(peft_config=lora())
+    assert with_adapter.calls == ["sleep 1"], "which keeps the base: an adapter is sent alone"
 
 
 def test_an_engine_sleeps_once_per_generation_batch_whatever_its_turns(watch, tmp_path):
@@ -152,42 +153,3 @@ def test_engine_sleeps_once_per_evaluation(watch):
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate()
     assert engine.calls[-2:] == ["write", "sleep 2"]
-
-
-class _Forgetful:
-    """Stands in for the sleep backend of a GPU: only loses what would be lost; vLLM saves and restores buffers."""
-
-    def __init__(self, model):
-        self.seen, self._model = [], model
-
-    def suspend(self, level):
-        self.seen.append(level)
-        for part in [*self._model.parameters(), *self._model.buffers()] if level == 2 else ():
-            part.data.fill_(torch.nan)
-
-    def resume(self, tags):
-        self.seen += tags
-
-
-@pytest.mark.parametrize(("kind", "level"), [("full", 2), pytest.param("adapter", 1, marks=pytest.mark.long)])
-def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, level):
-    given = {"peft_config": lora(), "vllm_weight_sync": kind, "top_k": 1}
-    engine = make(**given).rollout.engine
-    worker = engine._worker.worker
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))  # others use memory meanwhile
-    memory = _Forgetful(worker.model_runner.get_model())
-    monkeypatch.setattr(worker, "_sleep_mode_backend", memory)
-    for does in ("sleep", "wake_up"):  # the worker of a GPU, which that of the CPU has shut off
-        monkeypatch.setattr(type(worker), does, getattr(Worker, does))
-    assert any(True for _ in memory._model.buffers()), "there are buffers to lose"
-    monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
-    monkeypatch.setattr(backend, "VLLMEngine", lambda **options: engine)
-    trainer = make(vllm_enable_sleep_mode=True, **given)
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    expected = by_hf(trainer, prompts)
-
-    assert trainer.complete(prompts) == expected
-    assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
-    assert memory.seen == [level, *["weights", "kv_cache", level] * 2]
-    trainer.rollout.wake("weights")
-    trainer.rollout.wake("kv_cache")

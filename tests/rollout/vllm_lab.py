@@ -21,7 +21,6 @@ from peft import LoraConfig
 from support import fsdp_on_cpu, tiny
 from transformers import (
     AutoModelForCausalLM,
-    GPTBigCodeConfig,
     MixtralConfig,
     PhimoeConfig,
     PreTrainedModel,
@@ -52,7 +51,6 @@ SHAPES = {
     "gemma2": partial(tiny.gemma2, head_dim=32),
     "mixtral": partial(_sized, MixtralConfig, num_local_experts=4),
     "starcoder2": partial(_sized, Starcoder2Config),
-    "gpt_bigcode": partial(_sized, GPTBigCodeConfig),
     "phimoe": partial(_sized, PhimoeConfig, num_local_experts=4),
 }
 
@@ -132,6 +130,13 @@ def trainer(
         teacher_model=arguments.pop("teacher_model", None) or tiny.qwen2(48, seed=1),
         **{"train_dataset": tiny.rows(), **arguments},
     )
+
+
+@torch.no_grad()
+def move(trainer: OPSDTrainer, factor: float = 1.3) -> None:
+    """Changes all weights that are trained."""
+    for part in trainer.model.parameters():
+        part.mul_(factor) if part.requires_grad else None
 
 
 def two_end_tokens(model: Any, unended: list[list[int]]) -> tuple[Any, set[int]]:
