@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
-from operator import add
 
 import pytest
 import torch
@@ -111,17 +109,3 @@ def test_proof_finds_a_tower_that_is_not_sent(seeing, monkeypatch):
     monkeypatch.setattr(VLLMEngine, "load", lost)
     with pytest.raises(SyncError, match="text after an image"):
         trainer.complete(prompts_of(trainer))
-
-
-@pytest.mark.quick
-def test_ids_of_later_turns_follow_those_before_expansion():
-    processor = vision_language.processor("idefics3", **RESIZED)
-    prompt = probe_prompts(partial(read_with_images, processor))[0]
-    image = processor.tokenizer.image_token_id
-    assert prompt.images.unexpanded.count(image) == 1 < prompt.count(image)
-
-    longer = add(add(prompt, [5, 6]), [7])
-    assert longer == [*prompt, 5, 6, 7]
-    assert longer.images.unexpanded == (*prompt.images.unexpanded, 5, 6, 7)
-    assert prompt.copy().images is prompt.images
-    assert add(PromptIds([1]), [2]).images is None
