@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from operator import add
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from vllm_lab import by_hf, move
 
 from trl_opsd._compat.peft import without_peft
 from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.errors import SyncError
 from trl_opsd.models.backbone import seen, together
-from trl_opsd.types.rollout import images_of
+from trl_opsd.types.rollout import PromptIds, images_of
 
 pytestmark = pytest.mark.vllm
 
@@ -109,3 +112,17 @@ def test_proof_finds_a_tower_that_is_not_sent(seeing, monkeypatch):
     monkeypatch.setattr(VLLMEngine, "load", lost)
     with pytest.raises(SyncError, match="text after an image"):
         trainer.complete(prompts_of(trainer))
+
+
+@pytest.mark.quick
+def test_ids_of_later_turns_follow_those_before_expansion():
+    processor = vision_language.processor("idefics3", **RESIZED)
+    prompt = probe_prompts(partial(read_with_images, processor))[0]
+    image = processor.tokenizer.image_token_id
+    assert prompt.images.unexpanded.count(image) == 1 < prompt.count(image)
+
+    longer = add(add(prompt, [5, 6]), [7])
+    assert longer == [*prompt, 5, 6, 7]
+    assert longer.images.unexpanded == (*prompt.images.unexpanded, 5, 6, 7)
+    assert prompt.copy().images is prompt.images
+    assert add(PromptIds([1]), [2]).images is None
