@@ -1,11 +1,11 @@
-"""Shows a training on the console: a bar, and a row of figures for each log."""
+"""Shows a training on the console: a bar with the current phase, and a row of figures for each log."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
+
+PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {n: n for n in ("sync", "reward", "save")}
+"""Displayed names of the phases: in rows, on bars, in a dry run, in a report."""
+
 
 _COLUMNS = {
     "divergence": ("divergence/mean", 10, "#.4g"),
@@ -59,6 +63,16 @@ def evaluated(logs: Mapping[str, Any]) -> str | None:
     return next((name.removesuffix("_runtime") for name in runtimes), None)
 
 
+def in_words(seconds: float) -> str:
+    """A duration: "7.2 s", "2 min 27 s" or "2 h 30 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def peak_bytes() -> float:
     """Peak memory of this process: of the accelerator, else of the host."""
     if torch.accelerator.is_available():
@@ -69,7 +83,7 @@ def peak_bytes() -> float:
 
 
 class Progress(ProgressCallback, PrinterCallback):
-    """A bar, where there is a terminal or a notebook, and the rows.
+    """A bar with the current phase, where there is a terminal or a notebook, and the rows.
 
     A subclass of both of transformers' own, so that what removes one of them removes this one.
     """
@@ -100,20 +114,33 @@ class Progress(ProgressCallback, PrinterCallback):
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
-            took = tqdm.format_interval(logs["train_runtime"])
-            tqdm.write(f"{state.global_step - self._start} steps in {took}")
+            tqdm.write(f"{state.global_step - self._start} steps in {in_words(logs['train_runtime'])}")
             return
         if not self._has_header:
             tqdm.write(HEADER)
         self._has_header = True
         tqdm.write(row_of(logs, state.global_step, state.max_steps))
 
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Shows the name of a phase beside the bar within the context."""
+        if self.training_bar is None:
+            yield
+            return
+        self.training_bar.set_postfix_str(PHASES.get(phase, phase))
+        try:
+            yield
+        finally:
+            self.training_bar.set_postfix_str("", refresh=False)
 
-def replace_default(handler: CallbackHandler) -> None:
-    """Replaces transformers' default in a new trainer by [`Progress`]."""
+
+def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContextManager[None]] | None:
+    """Replaces transformers' default in a new trainer by [`Progress`]; returns its `during` where there is a bar."""
     # From the end: the default was added last, and a user may have passed the same class, which stays.
     for place in reversed(range(len(handler.callbacks))):
         kind = type(handler.callbacks[place])
         if kind in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
-            handler.callbacks[place] = Progress(is_hidden=True if kind is PrinterCallback else None)
-            return
+            is_hidden = True if kind is PrinterCallback else None
+            handler.callbacks[place] = shown = Progress(is_hidden)
+            return None if is_hidden else shown.during
+    return None

@@ -139,10 +139,10 @@ class TrainerHooks(TrainerMembers):
 
             check_shareable(self.model, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
-        replace_default(self.callback_handler)
-        limit = self.args.phase_timeout
-        watch = nullcontext if limit is None else Watchdog(limit, self.accelerator.process_index)
-        self._stats = StepStats(self, lambda: PhaseClock(watch, explain=self.explain_memory))
+        limit, show = self.args.phase_timeout, replace_default(self.callback_handler)
+        watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
+        watches = [one for one in (watchdog, show) if one is not None]
+        self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
         self._generation = Generation(self)
         self._next = NextRows(self, self._drop_ahead)
         pins = self.args.dataloader_pin_memory and has_streams(self.accelerator.device)

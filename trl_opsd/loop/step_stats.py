@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
@@ -44,18 +44,18 @@ _BY_TEACHER = ("weight", "divergence", "student_entropy", "teacher_entropy", "to
 class PhaseClock:
     """Accumulates seconds per named phase, excluding phases nested inside it.
 
-    `watch` gives a context for each phase, and `explain` adds to an error of one; with `now=time.process_time` it
+    `watches` give contexts for each phase, and `explain` adds to an error of one; with `now=time.process_time` it
     counts processor time.
     """
 
     def __init__(
         self,
-        watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        *watches: Callable[[str], AbstractContextManager[Any]],
         explain: Callable[[Exception, str], None] = lambda error, phase: None,
         now: Callable[[], float] = perf_counter,
     ) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._watch, self._explain, self._now = watch, explain, now
+        self._watches, self._explain, self._now = watches, explain, now
         self._inside: list[float] = []
 
     @contextmanager
@@ -64,7 +64,9 @@ class PhaseClock:
         start = self._now()
         self._inside.append(0.0)
         try:
-            with self._watch(phase):
+            with ExitStack() as watched:
+                for watch in self._watches:
+                    watched.enter_context(watch(phase))
                 yield
         except Exception as error:
             self._explain(error, phase)
