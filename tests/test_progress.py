@@ -42,18 +42,6 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     assert max(map(len, (header, third, evaluated))) <= 80, "fits a terminal"
 
 
-@pytest.mark.parametrize("quiet", [False, True], ids=["with bars", "disable_tqdm"])
-def test_the_closing_line_counts_the_steps_of_this_process(make_trainer, capsys, quiet):
-    saved = make_trainer(max_steps=5, save_strategy="steps", save_steps=2, disable_tqdm=quiet)
-    saved.train()
-    assert re.fullmatch(r"5 steps in \d+\.\d s", lines(capsys)[-1])
-    resumed = make_trainer(max_steps=5, save_strategy="no", disable_tqdm=quiet)
-    resumed.train(resume_from_checkpoint=f"{saved.args.output_dir}/checkpoint-2")
-    assert re.fullmatch(r"3 steps in \d+\.\d s", lines(capsys)[-1])
-    resumed.train()
-    assert re.fullmatch(r"5 steps in \d+\.\d s", lines(capsys)[-1])
-
-
 def test_callbacks_of_a_user_stay(make_trainer):
     mine = ProgressCallback()
     trainer = make_trainer(callbacks=[mine], disable_tqdm=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from ast import literal_eval
 from pathlib import Path
@@ -38,10 +37,3 @@ def test_the_config_docstring_lists_every_field_with_its_default(reference):
 def test_the_trainer_docstring_lists_every_argument(reference):
     described = reference.described_in(OPSDTrainer, "Args")
     assert set(described) == set(inspect.signature(OPSDTrainer).parameters)
-
-
-def test_the_help_of_an_option_is_its_description(reference):
-    described = reference.described_in(OPSDConfig, "Parameters")
-    helps = {one.name: one.metadata.get("help") for one in dataclasses.fields(OPSDConfig)}
-    assert {name: helps[name] for name in described} == {name: meaning for name, (_, meaning) in described.items()}
-    assert all(helps[name] for name in OPSDConfig.__annotations__ if name in helps)

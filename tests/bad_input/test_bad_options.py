@@ -20,8 +20,6 @@ NAN, INFINITE = float("nan"), float("inf")
 
 
 class Own(Divergence):
-    """A divergence of the user's own."""
-
     def value(self, log_student, log_teacher):
         return (log_student - log_teacher).square().sum(-1)
 

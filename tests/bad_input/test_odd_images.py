@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, Features, Image, IterableDataset, List, Value
+from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as PILImage
 from support import vision_language
 from support.vision_language import picture
 
-from trl_opsd.data.datasets import WholeStream
 from trl_opsd.data.images import opened, read_with_images, size_of
 
 PICTURE = picture(0, 40, 56)
@@ -127,25 +125,3 @@ def test_what_the_header_shows_is_refused_at_construction(make_trainer, case):
     data, named, _ = BROKEN.get(case, ("/no/such.png", "'/no/such.png'", True))
     with pytest.raises(ValueError, match=f"row 3 of train_dataset: image 0 cannot be read: .*{named}"):
         make_trainer(**vision_language.arguments(), train_dataset=rows(data))
-
-
-def test_processes_that_stream_the_same_images_agree():
-    def digest(*seeds: int) -> int:
-        def made() -> Iterator[dict[str, Any]]:  # other objects each time
-            yield from ({"images": [{"image": picture(seed)}]} for seed in seeds)
-
-        stream = WholeStream(IterableDataset.from_generator(made), ["images"])
-        list(stream)
-        return stream.digest
-
-    assert digest(0, 1) == digest(0, 1) != digest(1, 0)
-
-
-def test_one_row_of_each_shape_is_decoded_at_construction(make_trainer, monkeypatch):
-    from PIL import ImageFile
-
-    load, loaded = ImageFile.ImageFile.load, list[int]()
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda file: (loaded.append(id(file.fp)), load(file))[1])
-    trainer = make_trainer(**vision_language.arguments(), train_dataset=rows(written(PICTURE), 200))
-    assert trainer.reads_images
-    assert 1 <= len(loaded) <= 4  # the first row, for student, teacher and banner

@@ -175,8 +175,6 @@ def test_weights_may_be_written_in_place_but_not_for_padding(make_trainer):
 
 
 class Scaled(OPSDTrainer):
-    """Multiplies all weights."""
-
     factor = 1.0
 
     def weigh(self, rollout, rows, targets):
@@ -277,19 +275,18 @@ def comparing(change):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        lambda parts: parts.loss,
-        lambda parts: None,
-        lambda parts: (parts.loss, parts.rows),
-        lambda parts: replace(parts, loss=parts.loss.item()),
-        lambda parts: replace(parts, loss=parts.loss.detach()),
-        lambda parts: replace(parts, loss=parts.loss.expand(2)),
-        lambda parts: replace(parts, rows=parts.rows.sum(0)),
+        (lambda parts: parts.loss, "Tensor: expected"),
+        (lambda parts: None, "NoneType: expected"),
+        (lambda parts: replace(parts, loss=parts.loss.item()), "LossParts: expected"),
+        (lambda parts: replace(parts, loss=parts.loss.detach()), "a loss without a graph"),
+        (lambda parts: replace(parts, loss=parts.loss.expand(2)), "LossParts: expected"),
+        (lambda parts: replace(parts, rows=parts.rows.sum(0)), "LossParts: expected"),
     ],
 )
-def test_parts_of_another_kind_name_the_method(refuses, change):
-    refuses("^`Comparing.compare` returned", {"cls": comparing(change)})
+def test_parts_of_another_kind_name_the_method(refuses, change, named):
+    refuses(f"^`Comparing.compare` returned {named}", {"cls": comparing(change)})
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

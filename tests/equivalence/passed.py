@@ -19,8 +19,6 @@ from trl_opsd import Method
 
 
 class Mine(Method):
-    """Weighs tokens and prompts, and pulls."""
-
     skips = adds_nll = True
 
     def before(self, rows: Any) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from peft import LNTuningConfig, LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig
 from support import tiny
 from support.product_dtypes import PHASES, WatchedTrainer
 from transformers import get_linear_schedule_with_warmup
@@ -292,16 +292,6 @@ def test_learning_rate_lost_in_bfloat16_warns_with_the_share(make_trainer, rate)
     learned = [(before[name], now) for name, now in trainer.model.named_parameters() if "embed_tokens" not in name]
     stayed = sum(int((was == now).sum()) for was, now in learned) / sum(now.numel() for _, now in learned)
     assert said / 100 == pytest.approx(stayed, abs=0.1)  # the tried weights include the embeddings
-
-
-def test_lost_updates_warn_for_paths_and_adapters(make_trainer, tmp_path):
-    tiny.qwen2().save_pretrained(tmp_path / "student")
-    with pytest.warns(UserWarning, match=LOST + ".*`dtype='float32'` in `model_init_kwargs`"):
-        make_trainer(model=str(tmp_path / "student"), model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6)
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    adapted = get_peft_model(tiny.qwen2().bfloat16(), lora, autocast_adapter_dtype=False)
-    with pytest.warns(UserWarning, match=LOST):
-        make_trainer(model=adapted, learning_rate=1e-6)
 
 
 LOW = {"model": torch.bfloat16, "learning_rate": 1e-6}

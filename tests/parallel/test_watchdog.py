@@ -16,8 +16,6 @@ LONG = 1.0
 
 
 class SlowToRead(OPSDTrainer):
-    """Its teacher takes long over the second batch."""
-
     def teach(self, rollout, rows):
         if self.state.global_step == 1:
             time.sleep(LONG)
