@@ -159,11 +159,12 @@ def build(folder, processes, kind="map", rows=None, evaluated=None, apart=False,
     }
     rewards = tiny.rewards({"reward_funcs": [worth, second], **given}) if rewarded else []
     given = {name: value for name, value in given.items() if name not in tiny.REWARDS}
+    args = tiny.config(folder / "out", **given)
     fsdp_on_cpu.allow()
     trainer = Pairing(
         model=str(folder / "student"),
         teacher_model=models[0] if teachers is None else dict(zip(teachers, models, strict=True)),
-        args=tiny.config(folder / "out", **given),
+        args=args,
         train_dataset=make_rows(kind) if rows is None else rows,
         eval_dataset=make_rows(kind) if evaluated is None else evaluated,
         processing_class=tiny.tokenizer(),

@@ -29,7 +29,7 @@ class Mine(Method):
 
     def token_weights(self, weights: Any, rollout: Any, rows: Any, targets: Any) -> Any:
         self.host.record("mine/weights", weights.sum())
-        return weights * FACTORS["one"] ** torch.arange(weights.size(1))
+        return weights * FACTORS["one"] ** torch.arange(weights.size(1), device=weights.device)
 
 
 class Silent:
