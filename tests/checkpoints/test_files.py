@@ -187,6 +187,20 @@ class TestRotation:
         assert f"{folders[0]} cannot be deleted to meet `save_total_limit=1`: [Errno 13]" in remark
         assert self.steps(tmp_path) == [1, 3]
 
+    @pytest.mark.refusal
+    def test_kill_during_rotation_leaves_no_partial_checkpoint(self, tmp_path, monkeypatch):
+        old, new = self.at(saved(tmp_path, 1), 1000), saved(tmp_path, 2)
+
+        def half(folder):
+            (folder / "model.safetensors").unlink()
+            raise Killed
+
+        monkeypatch.setattr(shutil, "rmtree", half)
+        with pytest.raises(Killed):
+            rotate(tmp_path, 1, keep=[new])
+        assert not old.exists()
+        assert checkpoint_to_resume(True, tmp_path) == (new, [])
+
 
 @pytest.mark.parametrize("written", ["global_step4", "optimizer_0", "optimizer.pt"])
 @pytest.mark.parametrize(("deepspeed", "fsdp"), [(False, False), (True, False), (False, True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -81,7 +82,7 @@ class EndsFirstEpoch(TrainerCallback):
 
 
 def test_an_epoch_that_ends_early_drops_rows_written_ahead(make_trainer):
-    trainer = built(make_trainer, overlap="ahead", callbacks=[EndsFirstEpoch()])
+    trainer = built(make_trainer, overlap="ahead", rows=24, max_steps=5, callbacks=[EndsFirstEpoch()])
     trainer.train()
     assert tiny.logged(trainer, "overlap/staleness") == [0, 0, 1, 1]
 
@@ -128,6 +129,8 @@ def test_rows_beyond_overlap_max_divergence_are_written_again(make_trainer, capl
 def test_evaluation_waits_for_rows_being_written_ahead(make_trainer):
     given = {"eval_dataset": test_overlap.recorded(4)[0], "eval_strategy": "steps", "eval_steps": 2}
     trainer = built(make_trainer, overlap="ahead", **given)
+    before = trainer.rollout._before
+    trainer.rollout._before = lambda number: (before(number), time.sleep(0.05))
     trainer.train()
     events = trainer.rollout.events
     first = events.index(("completed by", 2, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -32,32 +34,77 @@ class Seeing(OPSDTrainer):
         return found
 
 
-TEACHERS = {"a": tiny.qwen2(48, seed=1), "b": tiny.qwen2(48, seed=1)}
+def parameters(trainer):
+    return [one for one in trainer.model.parameters() if one.requires_grad]
+
+
+def oracle(trainer, criterion):
+    """The loss of the step that was weighed and its gradient, in float64: each row is read alone and whole, all of its
+    tokens are compared, some of them are kept, and the mean is over those of the whole step.
+    """
+    models = [trainer.model, *(teacher.model for teacher in trainer.teachers.values())]
+    student, *teachers = (model.double().eval() for model in models)
+    total, divisor = torch.zeros((), dtype=torch.float64), 0.0
+    ((rollout, rows, weights),) = trainer.weighed
+    pairs = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+    for number, (prompt, completion) in enumerate(pairs):
+        teacher = teachers[0 if len(teachers) == 1 else list(trainer.teachers).index(rows[number]["teacher"])]
+        ids, first = torch.tensor([[*prompt, *completion]]), len(prompt) - 1
+        sides = [
+            LazyLogits(logits, OutputHead(torch.eye(logits.size(-1), dtype=torch.float64)))
+            for logits in (student(ids).logits[0, first:-1], teacher(ids).logits[0, first:-1].detach())
+        ]
+        drawn = Sampled(torch.tensor(completion))
+        of_all = dense_divergence(*sides, trainer.divergence, kl_clip=trainer.args.kl_clip, sampled=drawn)
+        value = of_all.divergence.detach()
+        chosen = sides[0].hidden.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+        scores = {
+            "student_entropy": of_all.student_entropy,
+            "teacher_divergence": value.abs() if trainer.learns_from_draws else value,
+            "teacher_confidence": -of_all.teacher_entropy,
+            "student_surprise": -chosen,
+        }[criterion]
+        n, k = len(completion), math.ceil(FRACTION * len(completion))
+        kept = torch.zeros(n, dtype=torch.bool).index_fill(0, scores.detach().topk(k).indices, True)
+        # A row counts as much as k of its n tokens would on average.
+        wanted = kept / n * weights[number].double().sum()
+        total = total + (wanted * of_all.divergence).sum()
+        divisor += float(wanted.sum())
+    gradients = torch.autograd.grad(total / divisor, parameters(trainer))
+    for model in models:
+        model.float()
+    return float(total.detach()) / divisor, [one.float() for one in gradients]
+
+
 WAYS = {
-    "packed": ("teacher_divergence", {"kl_clip": 0.005}, {"padding_free": True}),
-    "draws": ("teacher_divergence", {"divergence": "sampled_reverse_kl"}, {"per_device_train_batch_size": 2}),
-    "a budget": ("student_surprise", {}, {"max_tokens_per_microbatch": 16, "loss_chunk_tokens": 2}),
-    "lora": ("student_entropy", {"peft_config": LoraConfig(r=4, init_lora_weights=False)}, {"padding_free": True}),
-    "two teachers": (
-        "teacher_confidence",
-        {},
-        {"teacher_model": TEACHERS, "train_dataset": tiny.rows().add_column("teacher", ["a", "b"] * 4)},
-    ),
+    "packed": ("teacher_divergence", {"padding_free": True, "kl_clip": 0.005}),
+    "draws": ("teacher_divergence", {"divergence": "sampled_reverse_kl"}),
+    "a budget": ("student_surprise", {"max_tokens_per_microbatch": 16, "loss_chunk_tokens": 2}),
+    "lora": ("student_entropy", {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
+    "several teachers": ("teacher_confidence", {"train_dataset": tiny.rows().add_column("teacher", ["a", "b"] * 4)}),
 }
-"""A criterion, options, and how rows are read; `equivalence/test_pairs.py` has the numbers of float64."""
+"""What `equivalence/test_pairs.py` does not have."""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_kept_tokens_do_not_depend_on_how_rows_are_read(make_trainer, trained, way):
-    criterion, options, read = WAYS[way]
-    given = {**ONE_STEP, **options, "token_selection": criterion}
-    accumulated = {"gradient_accumulation_steps": 8 // read.get("per_device_train_batch_size", 8)}
-    before, plain, other = make_trainer(**given), trained(**given), trained(**{**given, **accumulated, **read})
-    moved = (tiny.weights(plain) - tiny.weights(before)).abs().max()
-    assert (tiny.weights(other) - tiny.weights(plain)).abs().max() <= 1e-5 * moved + 1e-7
-    for name in ("loss", "divergence/mean", "selection/share", "selection/score"):
-        assert tiny.logged(other, name) == pytest.approx(tiny.logged(plain, name), rel=1e-5)
-    assert tiny.logged(plain, "loss") == pytest.approx(tiny.logged(plain, "divergence/mean"), rel=1e-5)
+def test_gradient_is_that_of_the_mean_over_kept_tokens(make_trainer, way):
+    criterion, options = WAYS[way]
+    if way == "several teachers":
+        options = {**options, "teacher_model": {"a": tiny.qwen2(48, seed=1), "b": tiny.llama(64, seed=2)}}
+    trainer = make_trainer(Seeing, token_selection=criterion, **ONE_STEP, **options)
+    before = [one.detach().clone() for one in parameters(trainer)]
+    trainer.train()
+    moved = [was - now.detach() for was, now in zip(before, parameters(trainer), strict=True)]
+    with torch.no_grad():
+        for parameter, value in zip(parameters(trainer), before, strict=True):
+            parameter.copy_(value)
+    loss, gradients = oracle(trainer, criterion)
+    largest = max(float(one.abs().max()) for one in gradients)
+    for step, gradient in zip(moved, gradients, strict=True):
+        assert (step - gradient).abs().max() <= 1e-5 * largest + 1e-7
+    (logged,) = (row for row in trainer.state.log_history if "loss" in row)
+    assert logged["loss"] == pytest.approx(loss, rel=1e-5)
+    assert logged["divergence/mean"] == pytest.approx(loss, rel=1e-5)
 
 
 # ---- Which tokens ----------------------------------------------------------------------------------------------------

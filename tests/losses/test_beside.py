@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from heads import excluding, logits_of
-from test_cost import STUDENT, TEACHER, TOKENS, VOCABULARY, Operations, counted_flops
+from test_cost import STUDENT, TEACHER, TOKENS, VOCABULARY, counted_flops
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_opsd.losses import (
     DIVERGENCES,
@@ -22,8 +21,6 @@ from trl_opsd.losses import (
     Sampled,
     streamed_divergence,
 )
-from trl_opsd.losses.elementwise import Finish
-from trl_opsd.losses.target import target_
 
 pytestmark = pytest.mark.quick
 
@@ -110,46 +107,6 @@ def test_each_model_costs_one_product(make_pair, gradients, width, parts, produc
     with counted_flops() as counter:
         gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), references=references)
     assert counter.get_total_flops() == 3 * STUDENT + TEACHER + products
-
-
-def test_target_that_is_a_sum_costs_only_its_product(make_pair, gradients):
-    def operations(*references):
-        with Operations() as ran:
-            gradients(
-                streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), chunk_tokens=8, references=references
-            )
-        free = ("slice", "detach", "permute", "promote_types", "randn")  # views, dtypes, and the models themselves
-        return {name: count for name, count in ran.count.items() if not any(one in name for one in free)}
-
-    alone, references = operations(), operations(ReferenceModel(third(1, 8, TOKENS, VOCABULARY), push=0.5))
-    alone["aten.addmm_.default"] += TOKENS // 8
-    assert references == alone
-
-
-class Bytes(TorchDispatchMode):
-    """Counts what operations read and write of tensors that have at least so many elements."""
-
-    def __init__(self, least):
-        super().__init__()
-        self.least, self.total = least, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        some = (one for one in (*args, *(kwargs or {}).values(), out) if isinstance(one, torch.Tensor))
-        self.total += sum(one.nbytes for one in some if one.numel() >= self.least)
-        return out
-
-
-@pytest.mark.parametrize(
-    ("bias", "bounds", "most"), [(False, [2.0], 56), (True, [None], 88), (False, [2.0, 2.0], 108)], ids=str
-)
-def test_eager_steps_of_a_target_move_few_bytes(bias, bounds, most):
-    """Of a logit; whole tiles took 124 bytes, 146 with biases, and 200 with two models."""
-    products = list(torch.randn(1 + len(bounds), 16, 4096))
-    finishes = [Finish(torch.zeros(4096) if bias else None, None)] * len(products)
-    with Bytes(products[0].numel()) as moved:
-        target_(finishes, products, [(0.5, bound) for bound in bounds])
-    assert moved.total <= most * products[0].numel()
 
 
 def peak_bytes(compute):

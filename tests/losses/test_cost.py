@@ -15,11 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trl_opsd.losses import (
     DIVERGENCES,
-    Divergence,
     ForwardKL,
     LazyLogits,
     OutputHead,
-    ReverseKL,
     Sampled,
     reduce,
     streamed,
@@ -97,22 +95,6 @@ class TestProducts:
             streamed_divergence(student, teacher, divergence, sampled=SAMPLED)
         assert counter.get_total_flops() == STUDENT + TEACHER
 
-    def test_evaluation_takes_only_the_value_of_a_custom_divergence(self, make_pair):
-        modes, found = [], []
-
-        class Mine(Divergence):
-            def value(self, log_student_RV, log_teacher_RV):
-                modes.append(torch.is_grad_enabled())
-                return ReverseKL().value(log_student_RV, log_teacher_RV)
-
-        student, teacher = make_pair(TOKENS, VOCABULARY)
-        student.hidden.requires_grad_()
-        for mode in (True, False):
-            with torch.set_grad_enabled(mode):
-                found.append(streamed_divergence(student, teacher, Mine()).divergence.detach())
-        assert modes == [True, False]
-        torch.testing.assert_close(*found)
-
     @pytest.mark.parametrize(
         ("upstream", "expected"),
         [
@@ -152,21 +134,6 @@ class TestProducts:
                 replace(student, hidden=student.hidden.bfloat16(), head=head), teacher, ForwardKL(), None, 2
             )
         assert casts == [torch.float32]
-
-    def test_a_vocabulary_is_ranked_for_several_tiles_at_once(self, make_pair):
-        """Of both models together; per tile, that is one copy. On a GPU each is a dozen kernels that do little."""
-
-        def operations(tiles):
-            student, teacher = make_pair(8 * tiles)
-            student.hidden.requires_grad_()
-            with Operations() as ran:
-                streamed_divergence(student, teacher, ForwardKL(), chunk_tokens=8)
-            return ran
-
-        four, five, eight = (operations(tiles) for tiles in (4, 5, 8))
-        assert [one.count["aten.topk.default"] for one in (four, five, eight)] == [1, 2, 2]
-        apart = eight.count - five.count  # of three tiles that are not ranked apart
-        assert apart["aten.copy_.default"] == 3 * (1 + 2), "the rows to be ranked, the gradient, and the statistics"
 
 
 class TestMemory:

@@ -7,7 +7,6 @@ import torch
 from torch.testing import assert_close
 
 from trl_opsd.losses import PerToken, reduce
-from trl_opsd.types import LossParts
 
 pytestmark = pytest.mark.quick
 
@@ -100,11 +99,3 @@ def test_micro_batch_without_tokens_has_zero_loss_with_gradient(num_items):
     assert parts.loss.item() == 0
     assert tokens.divergence.grad.shape == (0,)
     assert parts.rows.abs().sum() == 0
-
-
-def test_a_statistic_without_a_column_is_an_error(monkeypatch):
-    monkeypatch.setattr(LossParts, "ROW_NAMES", [name for name in LossParts.ROW_NAMES if name != "same_first"])
-    one = torch.ones(2)
-    per_token = PerToken(divergence=one, student_entropy=one, teacher_entropy=one, same_first=one)
-    with pytest.raises(AssertionError, match="same_first"):
-        reduce(per_token, torch.ones(1, 2), None)

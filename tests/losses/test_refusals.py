@@ -115,11 +115,6 @@ def test_arguments_that_do_not_fit_are_refused(make_pair, compute, divergence, g
         compute(*pair, divergence, **given)
 
 
-def test_the_policy_gradient_has_no_value_of_distributions():
-    with pytest.raises(ValueError, match="only for a sampled token"):
-        SampledReverseKL().value(torch.zeros(1, 3), torch.zeros(1, 3))
-
-
 @pytest.mark.parametrize(
     ("value", "named"),
     [

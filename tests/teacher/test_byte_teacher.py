@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from trl_opsd import FixedRollout, Method, OPSDTrainer
 from trl_opsd.bytes.forks import Forking
 from trl_opsd.bytes.ranges import _FLOOR
+from trl_opsd.bytes.table import ByteTargets, CoveringTree, Spelled
 from trl_opsd.bytes.teacher import ByteTeacher
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.teacher import FrozenTeacher, Teacher
@@ -303,6 +304,39 @@ def test_a_context_that_is_full_loses_what_does_not_fit():
     assert len(some.ids) == 5
     assert 0 < len(some.of_student.token) < len(whole.of_student.token)
     assert len(none.of_student.token) == 0
+
+
+def test_beginnings_before_tokens_that_do_not_count_are_read():
+    """Tokens `the`, ` l`, `ic`, `e`: of the third byte's distribution the first one's state is a part."""
+    reads = [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 2, 5], [3, 3, 0]]
+    given = [[0, 1, 2, 3], [[2, 1, 9], [3, 2, 8]], reads, [[2, 0], [3, 1]]]
+    tree = CoveringTree(*map(numpy.array, given), read=numpy.array([True, False]), column=50)
+    row = ByteTargets(torch.zeros(4, 257), torch.from_numpy(tree.token), torch.tensor([0.0, 0.1, 0.2, 0.3]), tree)
+    whole, some = (
+        Spelled.of([tree], [row.missed], [10], torch.tensor(places)) for places in ([10, 11, 12, 13], [10, 12])
+    )
+    assert whole.places.tolist() == [10, 11, 12, 60, 13]  # the state after the fork is in the order of bytes
+    assert whole.token.tolist() == [0, 1, 2, 4]
+    assert whole.branches.tolist() == [[3, 1, 9]]
+    assert whole.leaves.tolist() == [[3, 2, 8, 1]]
+    assert some.places.tolist() == [10, 11, 12]  # what is after the fork is read for the last byte alone
+    assert some.token.tolist() == [0, 2]
+    assert some.reads.tolist() == [[0, 0, 0], [1, 1, 7], [1, 2, 0]]
+    assert some.kept.tolist() == [0, 2]
+    assert some.missed.tolist() == pytest.approx([0.0, 0.2])
+    assert whole.last.tolist() == [0, 1, 2, 4]
+    # A token that the teacher does not read has no byte, but it counts, and is pulled towards.
+    assert Spelled.of([tree], [row.missed], [10], torch.tensor([10, 17])).places.tolist() == [10, 17]
+    given = [[0, 1, 1, 1], [[2, 1, 9]], [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 1, 8]]]
+    none = numpy.zeros((0, 2), int)
+    longer = CoveringTree(*map(numpy.array, given), none, read=numpy.array([True]), column=50)
+    assert Spelled.of([longer], [row.missed], [0], torch.arange(2)).last.tolist() == [0, 1, 2, 2]
+    cut = row.cut(3)
+    assert len(cut.hidden) == len(cut.missed) == len(cut.tree.token) == 3
+    assert cut.tree.reads[:, 0].max() == 2
+    assert cut.tree.fork.tolist() == [[2, 1, 9]]
+    assert cut.tree.leaves.tolist() == [[2, 0]]
+    assert row.cut(4) is row
 
 
 @pytest.mark.parametrize("several", [False, True])

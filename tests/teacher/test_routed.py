@@ -19,6 +19,30 @@ def teachers():
     return {"math": tiny.qwen2(48, 1), "prose": tiny.llama(64, 2)}
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.quick
+def test_losses_and_gradients_are_each_teachers_on_its_rows(make_trainer, divergence):
+    trainer = make_trainer(teacher_model=teachers(), train_dataset=rows(), per_device_train_batch_size=8, max_steps=1)
+    trainer.divergence = make_trainer(divergence=divergence).divergence
+    batch = list(trainer.train_dataset)
+    total = torch.tensor(50.0)
+    parts = trainer.compute_loss(trainer.model, trainer.score(batch), num_items_in_batch=total)
+    parts.backward()
+    routed = [parameter.grad.clone() for parameter in trainer.model.parameters()]
+    expected_loss, expected = 0.0, [torch.zeros_like(gradient) for gradient in routed]
+    for name, teacher in teachers().items():
+        theirs = [{"prompt": row["prompt"]} for row in batch if row["teacher"] == name]
+        alone = make_trainer(teacher_model=teacher)
+        alone.divergence = trainer.divergence
+        loss = alone.compute_loss(alone.model, alone.score(theirs), num_items_in_batch=total)
+        loss.backward()
+        expected_loss += loss.item()
+        for summed, parameter in zip(expected, alone.model.parameters(), strict=True):
+            summed += parameter.grad
+    assert parts.item() == pytest.approx(expected_loss, abs=1e-6)
+    torch.testing.assert_close(routed, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_each_teacher_reads_its_rows_in_one_call(make_trainer):
     trainer = make_trainer(
         teacher_model=teachers(),
