@@ -120,6 +120,28 @@ def test_invalid_rows_of_a_stream_are_refused(make_trainer):
             list(rows_from(trainer, stream))
 
 
+def test_closing_the_checked_stream_closes_the_stream(make_trainer):
+    log: list[str] = []
+
+    def rows(ids: list[int]) -> Any:
+        try:
+            yield 0, ids
+            log.append("went on")
+            yield 1, [8]
+        finally:
+            log.append("closed")
+
+    trainer = make_trainer()
+    stream = rows([7])  # which is not collected while this refers to it
+    taken = rows_from(trainer, stream)
+    next(taken)
+    taken.close()
+    assert log == ["closed"]
+    with pytest.raises(ValueError, match="token id 259"):
+        next(rows_from(trainer, rows([259])))
+    assert log == ["closed"] * 2
+
+
 def test_a_rollout_without_streaming_yields_its_completions():
     assert list(Own([[7, 8], [9]]).stream([[5], [6]], 0)) == [(0, [7, 8]), (1, [9])]
     for returned, message in WRONG:

@@ -396,6 +396,25 @@ def test_cancelling_ends_the_wait_of_a_checked_stream_in_another_thread(server, 
     until(lambda: server.given_up == {0, 2, 3})
 
 
+def test_generator_in_another_thread_closes_at_next_yield():
+    inside, go_on, events = threading.Event(), threading.Event(), []
+
+    def waiting():
+        try:
+            inside.set()
+            go_on.wait(SECONDS)
+            yield 1
+        finally:
+            events.append("closed")
+
+    pulled = Prefetcher(waiting())
+    assert inside.wait(SECONDS)
+    pulled.close()
+    assert not events
+    go_on.set()
+    until(lambda: events == ["closed"])
+
+
 def test_an_interrupt_ends_the_wait_and_the_requests(server, ask, interruptible):
     rows = ask()
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
