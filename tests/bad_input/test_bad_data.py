@@ -135,8 +135,8 @@ LATE: list[tuple[str, Any, dict[str, Any]]] = [
     ("max_completion_length", TWO, {"max_completion_length": 256}),
     *(("eos_token_id", TWO, {"generation_kwargs": {"eos_token_id": value}}) for value in (None, "x", [2, -1])),
     ("ended before filling", stream("a", 1), {}),
-    ("row 0 of train_dataset has no column 'prompt'", stream("a", column="question"), {}),
-    ("row 0 of train_dataset ends with", stream([*GOOD, ANSWER]), {}),
+    ("row 0 of the batch of step 1 has no column 'prompt'", stream("a", column="question"), {}),
+    ("row 0 of the batch of step 1 ends with", stream([*GOOD, ANSWER]), {}),
     ("`teacher_prompt_fn` .* row . of the batch of step 1", CHATS, {"rollout": None, "teacher_prompt_fn": told_more}),
 ]
 
@@ -149,7 +149,7 @@ def test_a_row_is_refused_before_it_is_learned(refuses, named, rows, given):
 def test_kinds_of_prompts_are_not_mixed(refuses):
     with pytest.raises(ValueError, match="The second"):
         common_kind([Prompt.of("a", "The first"), Prompt.of(GOOD, "The second")])
-    refuses("row 0 of train_dataset is None", {"train_dataset": stream(None)}, TypeError)
+    refuses("row 0 of the batch of step 1 is None", {"train_dataset": stream(None)}, TypeError)
 
 
 # ---- Contrasts -------------------------------------------------------------------------------------------------------

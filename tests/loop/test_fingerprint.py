@@ -14,10 +14,9 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support import tiny
 
-from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd import OPSDTrainer
 from trl_opsd.checkpoints import MANIFEST
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE
 from trl_opsd.loop.fingerprint import FILE, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
@@ -71,14 +70,6 @@ def test_a_weight_digest_ignores_dtype_and_adapter_wrapping():
     assert {plain, digest(sampled(tiny.qwen2(32, 0).bfloat16())), digest(sampled(lora))} == {plain}
     lora.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight.data.mul_(1.02)
     assert len({plain, digest(sampled(lora)), digest(sampled(tiny.qwen2(32, 1)))}) == 3
-
-
-def test_template_of_contexts_is_that_of_the_kind_of_prompts(make_trainer):
-    texts = tiny.rows().add_column("privileged_context", ["a hint"] * 8)
-    chats = texts.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    for rows, template in ((texts, TEXT_TEMPLATE), (chats, TEMPLATE)):
-        trainer = make_trainer(train_dataset=rows, teacher_model=None, teacher_model_kind="live", rollout=HFRollout())
-        assert trainer.teaching.fingerprint()["teacher_prompt_template"] == template
 
 
 def test_row_digest_depends_on_columns_read_not_on_storage():
