@@ -64,9 +64,10 @@ class TeacherPrompts:
 
     def check_fit(self, rows: Sequence[BatchRow], prompt_ids: Sequence[list[int]], rollout: Rollout) -> None:
         """Raises `ValueError` where a prompt and its completion exceed the context of the row's teacher."""
+        of_teachers = self._readers.teacher_limits
         for row, ids, completion in zip(rows, prompt_ids, rollout.completion_lists(), strict=True):
             # The completion is known by now, so no more room has to be kept for it.
-            limits = replace(self._readers.teacher_limits[row.request.teacher], completion=len(completion))
+            limits = replace(of_teachers[row.request.teacher], completion=len(completion))
             limits.check(len(ids), max(ids, default=0), f"The teacher's prompt for {row.request.where}")
 
     def _token_ids(self, rollout: Rollout, rows: Sequence[BatchRow]) -> list[list[int]] | None:
