@@ -39,6 +39,7 @@ from trl_opsd.models.checks import check_can_learn, check_optimizer, check_stude
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
+from trl_opsd.parallel.failure import first_failure_first
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.prepare import prepare
@@ -144,6 +145,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     _config_class = OPSDConfig
     known_metrics = MappingProxyType({**METRICS, **ByteTokenizers.metrics})
 
+    @first_failure_first()  # as in training: a process that loses another one does not end first
     def __init__(
         self,
         model: Any,
