@@ -61,6 +61,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("teacher_offload", {"teacher_offload": "zero3", "teacher_model_kind": "ema"}),
     ("teacher_offload", {"teacher_offload": "zero3"}),
     ("seq_kd", {"seq_kd": True}),
+    ("seq_kd", {"seq_kd": True, "lmbda": 0, "teacher_server_url": URL}),
+    ("seq_kd", {"seq_kd": True, "lmbda": 0, "teacher_offload": "stream"}),
     ("num_generations.* 2 rows", {"num_generations": 4}),
     ("lmbda", {"lmbda": 0.5, "overlap": "step"}),
     ("overlap", {"overlap": "ahead", "use_vllm": True, "vllm_mode": "colocate"}),

@@ -8,6 +8,15 @@ from support import tiny
 
 from trl_opsd import HFRollout
 
+# ---- A teacher that is the student ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "seed", "warnings"), [(32, 0, 1), (48, 1, 0)])
+def test_first_divergence_of_zero_warns_once(trained, caplog, width, seed, warnings):
+    trained(model=tiny.qwen2(32, 0), teacher_model=tiny.qwen2(width, seed), max_steps=2)
+    assert caplog.text.count("The first divergence is 0") == warnings
+
+
 # ---- What may be trained --------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,11 @@ from trl_opsd.parallel.failure import first_failure_first
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
 
+_SAME = 1e-6
+"""Nats per token: rounding error of the divergence between a float32 model and its copy."""
+_ALIKE = 0.02
+"""Nats per token: maximum difference of entropies where a KL is that small (Pinsker, Fannes), for any vocabulary."""
+
 logger = get_logger(__name__)
 
 
@@ -42,6 +47,8 @@ class NonfiniteGuard:
         self._is_deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
         self._hook: Any = None
         """On the gradient of the parameter that is watched."""
+        self._may_be_same = True
+        """Whether the first divergence has not been compared with 0 yet."""
         self._begin()
         self._check_launch()
 
@@ -106,7 +113,7 @@ class NonfiniteGuard:
         return False
 
     def _check_teacher(self, sums: Mapping[str, float]) -> None:
-        """Rejects a teacher whose logits are equal at every token.
+        """Rejects a teacher whose logits are equal at every token, and warns once of one that is the student.
 
         A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
         """
@@ -115,6 +122,12 @@ class NonfiniteGuard:
             raise ValueError(
                 f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded."
             )
+        if self._may_be_same and not self._trainer.methods.any("adds_nll") and (weight := sums["weight"]):
+            # A surrogate of the user's own may be 0 where the models differ; then their entropies do.
+            apart = abs(sums["student_entropy"] - sums["teacher_entropy"])
+            if abs(sums["divergence"]) < _SAME * weight and apart < _ALIKE * weight:
+                logger.warning("The first divergence is 0: teacher and student are identical, so nothing is learned.")
+        self._may_be_same = False
 
     def _report(self, side: str, evaluating: bool = False) -> None:
         """Marks the step as one to skip, with a warning once a step, or raises."""

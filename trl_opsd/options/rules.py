@@ -82,6 +82,7 @@ def check_together(args: Any) -> None:
     steps_at_once = "lomo" in optimizer or "layerwise" in optimizer
     file_of_launch, launch = args.accelerator_config, int(os.environ.get("WORLD_SIZE", "1"))
     without_scale = plugin is not None and setting_without_loss_scale(plugin.deepspeed_config)
+    generates = "the teacher generates, which needs its whole weights in each process"
     rows = rows_of_step(args)
     refuse(
         [
@@ -100,6 +101,12 @@ def check_together(args: Any) -> None:
                 args.seq_kd and args.lmbda == 1,
                 shown(args, "seq_kd", "lmbda"),
                 "the teacher would complete no row; set `lmbda=0.5` for half of them, as in TRL's GKD, or 0 for all",
+            ),
+            (args.seq_kd and args.teacher_server_url is not None, "`seq_kd=True` with `teacher_server_url`", generates),
+            (
+                args.seq_kd and args.teacher_offload in ("stream", "zero3"),
+                shown(args, "seq_kd", "teacher_offload"),
+                f"{generates}; set 'none' or 'cpu'",
             ),
             # the step
             (
