@@ -141,6 +141,17 @@ def rounded(weights):
     return ((name, tensor.bfloat16().float()) for name, tensor in weights)
 
 
+def test_weights_are_sent_again_after_a_failed_sync(make, monkeypatch):
+    trainer = make()
+    trainer.complete(prompt := trainer.tokenize(["a"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(VLLMEngine, "load", spoilt(lambda weights: ((name, 0.5 * one) for name, one in weights)))
+        with pytest.raises(SyncError):
+            trainer.rollout.sync_weights()
+    trainer.complete(prompt)
+    assert gap(trainer) <= 1e-4
+
+
 ADAPTER = {"peft_config": lora()}
 FAULTS = {
     "nothing is loaded": ({}, "load", drained),
