@@ -85,15 +85,11 @@ def test_row_digest_depends_on_columns_read_not_on_storage():
 
 
 class Own(Divergence):
-    """One of the user's own."""
-
     def value(self, log_student_RV, log_teacher_RV):
         return ReverseKL().value(log_student_RV, log_teacher_RV)
 
 
 class Plain(Own):
-    """Has attributes, and a cache."""
-
     def __init__(self, setting):
         self.setting, self._cache = setting, object()
 

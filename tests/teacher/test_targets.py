@@ -67,6 +67,12 @@ def test_each_state_is_that_of_its_token():
     assert torch.equal(part.hidden, targets.hidden[chosen, :12])
 
 
+def test_a_row_ends_after_its_last_token_that_counts():
+    rollout = ragged()
+    rollout.weights[1, 20:] = 0
+    assert rollout.ended().completion_mask.sum(1).tolist() == [3, 20, 0, 7, 1, 12]
+
+
 def test_passes_may_have_any_rows_order_and_width():
     rollout = ragged()
     padded = completion_hidden(tiny.qwen2(48, 1).eval(), rollout).detach()

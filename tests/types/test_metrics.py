@@ -234,8 +234,6 @@ def test_divergences_by_position_average_to_the_mean(make_trainer):
 
 
 class Counting(OPSDTrainer):
-    """Records a number of its own."""
-
     def complete(self, prompt_ids):
         self.record("prompts", float(len(prompt_ids)))
         return super().complete(prompt_ids)
