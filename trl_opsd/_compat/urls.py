@@ -30,10 +30,7 @@ def server_urls(option: str, value: Any) -> dict[str, str]:
 def url_of(option: str, value: Any) -> str:
     """The address of an option, without a trailing slash."""
     given = value.strip() if isinstance(value, str) else str(value)
-    expected = (
-        "expected one address such as `http://127.0.0.1:8000`, behind which a server may use several devices "
-        "(docs/generation.md#more-devices-behind-one-address)"
-    )
+    expected = "expected one address (for several devices see docs/generation.md) such as `http://127.0.0.1:8000`"
     if "@" in given:  # not quoted: it may hold a password
         raise ValueError(
             f"`{option}` contains a user or a password, which would be logged: {expected}; put a token into the "
