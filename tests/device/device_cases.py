@@ -95,6 +95,10 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "contrast, host memory": lambda: contrast(teacher_cache_device="cpu"),
     **{f"images {family}": partial(images, family) for family in ("gemma3", "llava_next", "qwen3_vl")},
     "images, report": lambda: images("qwen2_5_vl", report=True),
+    "agents": lambda: {
+        **worlds.given(worlds.once(worlds.call(number=1)), worlds.Adder), "report": True,
+        "eval_dataset": worlds.rows(), "eval_strategy": "epoch",
+    },
     "images, anchor": lambda: images("qwen2_5_vl", anchor_weight=0.2, teacher_cache_device="cpu"),
 }  # fmt: skip
 """Options of a training that other tests' tables lack."""
@@ -133,11 +137,6 @@ def predicted(folder: Path) -> np.ndarray:
     return np.array([float(one) for name, one in found.items() if "time" not in name and "second" not in name])
 
 
-def logs(folder: Path) -> np.ndarray:
-    """Of agents in environments that tell their teacher what happened, with an evaluation."""
-    return np.array([float(one) for one in worlds.figures(folder, 1, 4).values()])
-
-
 def paired(folder: Path, name: str) -> np.ndarray:
     found = test_pairs.trained(folder, (name,))
     return np.concatenate([[one or 0.0 for one in found["losses"]], found["weights"]])
@@ -156,7 +155,6 @@ CASES: dict[str, Callable[[Path], np.ndarray]] = {
     **{name: lambda folder, given=given: learned(build(folder, given())) for name, given in OTHERS.items()},
     "resumed": resumed,
     "predict": predicted,
-    "agents": logs,
 }
 
 
