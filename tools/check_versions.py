@@ -126,7 +126,7 @@ def passes(made_of: Environment, folder: Path, wheel: Path) -> bool:
         say("importing each library by itself, and everything from the wheel")
         # A script may import them before this package, which may patch one of their imports.
         for library in [*wanted(), *wanted("deepspeed"), *(wanted("vllm") if made_of.engine else [])]:
-            call(python, "-I", "-c", f"import {IMPORTED.get(library.name, library.name)}")
+            call(python, "-I", "-c", f"import {IMPORTED.get(library.name, library.name).replace('-', '_')}")
         call(python, "-I", "-c", WITH_LIBRARIES + (WITH_VLLM if made_of.engine else ""))
         call(environment / "bin" / "trl-opsd", "--help")
     except subprocess.CalledProcessError as error:
