@@ -53,7 +53,7 @@ ENGINE_TESTS = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tes
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist", "requests")
 BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
 """Files that tests read. The package is not among them, so that tests import the wheel."""
-IMPORTED = {"pyyaml": "yaml"}
+IMPORTED = {"annotated-types": "annotated_types", "pyyaml": "yaml", "vl-convert-python": "vl_convert"}
 """Modules of distributions that have another name."""
 EXTRAS = ("deepspeed", "server")
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -126,7 +126,7 @@ def passes(made_of: Environment, folder: Path, wheel: Path) -> bool:
         say("importing each library by itself, and everything from the wheel")
         # A script may import them before this package, which may patch one of their imports.
         for library in [*wanted(), *wanted("deepspeed"), *(wanted("vllm") if made_of.engine else [])]:
-            call(python, "-I", "-c", f"import {IMPORTED.get(library.name, library.name).replace('-', '_')}")
+            call(python, "-I", "-c", f"import {IMPORTED.get(library.name, library.name)}")
         call(python, "-I", "-c", WITH_LIBRARIES + (WITH_VLLM if made_of.engine else ""))
         call(environment / "bin" / "trl-opsd", "--help")
     except subprocess.CalledProcessError as error:
