@@ -163,7 +163,7 @@ def train_loader(host: Any) -> Loader:
         num_workers=workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=persist,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
+        multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),  # not in transformers 5.10
         prefetch_factor=args.dataloader_prefetch_factor,
         in_order=args.dataloader_in_order,
         worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
