@@ -51,7 +51,7 @@ TESTS = (
 )
 ENGINE_TESTS = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/_compat/test_versions.py")
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist", "requests")
-BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
+BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md", "LICENSE", "setup.cfg")
 """Files that tests read. The package is not among them, so that tests import the wheel."""
 IMPORTED = {"annotated-types": "annotated_types", "pyyaml": "yaml", "vl-convert-python": "vl_convert"}
 """Modules of distributions that have another name."""

@@ -165,7 +165,7 @@ def train_loader(host: Any) -> Loader:
         persistent_workers=persist,
         multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),  # not in transformers 5.10
         prefetch_factor=args.dataloader_prefetch_factor,
-        in_order=args.dataloader_in_order,
+        in_order=getattr(args, "dataloader_in_order", True),
         worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
         # Workers are seeded when they start. A seed drawn from training's random state would be drawn once in a whole
         # run, and once more in a resumed one.

@@ -95,7 +95,7 @@ def predictions_of(path: str, options: Mapping[str, Any], rows: Sequence[Sequenc
         with loading(None), TemporaryDirectory() as folder:
             given |= {"device_map": "auto", "max_memory": {"cpu": _IN_MEMORY}, "offload_folder": folder}
             model: CausalLM = AutoModelForCausalLM.from_pretrained(path, **given).eval()
-            logits_BLV: Tensor = model(input_ids=torch.tensor(rows)).logits
+            logits_BLV: Tensor = model(input_ids=torch.tensor(rows)).logits.cpu()  # an error where they have no values
     except Exception as error:
         warn_in_main(
             f"{path!r} does not run here ({error!r:.200}), so that the answers of its server are not compared with it: "
