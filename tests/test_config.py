@@ -106,6 +106,13 @@ def test_launch_counted_as_one_process_is_refused(tmp_path, monkeypatch):
         check_together(args)
 
 
+def test_compiled_layers_are_refused_where_zero3_gathers_inside_of_them(tmp_path, monkeypatch):
+    args = tiny.config(tmp_path, torch_compile_backend="eager")
+    monkeypatch.setattr("trl_opsd.options.rules.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="`torch_compile=True` with DeepSpeed ZeRO-3"):
+        check_together(args)
+
+
 STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 

@@ -23,6 +23,7 @@ from trl_opsd.options.normalize import check_sampled, settle_loading, settle_sam
 from trl_opsd.options.rules import check_launch, check_together
 from trl_opsd.options.table import LOCAL, RESUMED, check_values, checked, option_values
 
+_COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 _ADDRESSES = ("teacher_server_url", "sglang_server_url", "vllm_server_base_url")
 
 
@@ -190,7 +191,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
         for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
+        # transformers would compile the whole model, whose `forward` nothing calls, and allow TF32.
+        compiles, backend, mode = (getattr(self, name) for name in _COMPILING)
+        self.__dict__.update(zip(_COMPILING, (False, None, None), strict=True))
         super().__post_init__()
+        if compiles or backend or mode:
+            self.__dict__.update(zip(_COMPILING, (True, backend or "inductor", mode), strict=True))
         for name in _ADDRESSES:
             server_urls(name, getattr(self, name))
         for name in self._VALID_DICT_FIELDS:

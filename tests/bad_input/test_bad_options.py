@@ -69,7 +69,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("optim", {"optim": "lomo", "max_tokens_per_microbatch": 9}),
     ("optim", {"optim": "lomo", "overlap": "step"}),
     ("auto_find_batch_size", {"auto_find_batch_size": True}),
-    ("torch_compile", {"torch_compile": True}),
+    ("torch_compile_mode", {"torch_compile_mode": "max-autotune"}),
     ("dataloader_in_order", {"dataloader_in_order": False, "dataloader_num_workers": 2}),
     ("top_k_teacher", {"top_k_teacher": 4, **SAMPLED}),
     ("kl_clip", {"kl_clip": 0.05, "top_k_teacher": 4}),

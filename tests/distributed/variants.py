@@ -80,6 +80,7 @@ ALONE: dict[str, dict[str, Any]] = {
 EXACT = {"full, teacher in bfloat16": "full"}
 """Variants that compute in half precision, and their float32 counterparts."""
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": True}
 BUDGET = {"rows": 4, "max_tokens_per_microbatch": 12}
 AS_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "full, packed": ("full", {"rows": 4, "padding_free": True}),
@@ -92,6 +93,8 @@ AS_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "full, adapters": ("full, experts", {"family": "experts"}),
     "lora, adapters": ("lora, experts", {"family": "experts", "lora": LORA}),
     "lora, adapters, stream": ("lora, experts", {"family": "experts", "lora": LORA, "teacher_offload": "stream"}),
+    "full, compiled": ("full", {**COMPILED, "teacher_offload": "stream"}),
+    "lora, compiled": ("lora, own base", {**COMPILED, "lora": LORA, "teacher_model_kind": "base"}),
     "full, served": ("full", {"served": True}),
     "lora, served": ("lora", {"lora": LORA, "served": True}),
 }
@@ -119,6 +122,7 @@ SHORT = {
         "lora, own ema",
         "lora and head",
         "lora, packed to a budget",
+        "lora, compiled",
         "lora, overlap, budget",
         "full, ahead",
         "lora, served",
@@ -149,6 +153,7 @@ def of(strategy: str, every: bool = True) -> dict[str, tuple[str, dict[str, Any]
     placed = {f"{name}, {where}": (name, where) for where in ("cpu", "stream") for name in ("full", "lora")}
     variants = {name: (name, made_of) for name, made_of in ALONE.items()} | AS_ALONE
     if strategy == "zero3":
+        variants = {name: one for name, one in variants.items() if "torch_compile" not in one[1]}  # it refuses them
         placed |= {f"{name}, zero3": (name, "zero3") for name in IN_ZERO3}
         for name in ("full", "full, several"):
             made_of = {**ALONE[name], "teacher_offload": "zero3", "overlap": "step"}

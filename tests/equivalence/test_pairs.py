@@ -95,6 +95,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped": {"kl_clip": 0.1},
     "buckets": {"top_k_teacher": 3},
     "prefixes": {"teacher_prefix_cache_gb": 0.001},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
 SUCCESS = {"success", "success alone"}
@@ -134,6 +135,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", CUT, "`cross_tokenizer='bytes'` with `"),
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
+    ("prefixes", {"compiled"}, "its keys and values differ by layer"),
     ("stored", {"bytes"}, "a folder keeps shared tokens"),
     ("stored", KNOWN - {"teacher's tokens"}, "nothing that a student changes"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
@@ -403,7 +405,8 @@ def test_every_option_of_a_method_is_in_the_pairs():
 UNSEEN = {
     "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "columns",
     "eval_on_start", "eval_strategy", "max_tokens_per_microbatch", "loss_chunk_tokens", "lmbda",
-    "teacher_prefix_cache_gb", "stored", "cross_tokenizer", "cross_tokenizer_missed",
+    "teacher_prefix_cache_gb", "stored", "cross_tokenizer", "cross_tokenizer_missed", "torch_compile",
+    "torch_compile_backend",
 }  # fmt: skip
 """What has no effect on the loss of given completions by itself."""
 

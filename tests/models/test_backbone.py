@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +16,10 @@ from support import tiny, vision_language
 from transformers import CohereConfig, GraniteConfig
 
 from trl_opsd.data.images import read_with_images
-from trl_opsd.models.backbone import backbone_of, completion_hidden
+from trl_opsd.models.backbone import backbone_of, compiled, completion_hidden, hidden_states
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.probes import Probed, check_head
+from trl_opsd.models.weights import layer_list
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import PromptIds
 
@@ -129,3 +134,51 @@ def test_unknown_post_processing_of_logits_is_refused_with_the_difference(dtype)
     model.lm_head.register_forward_hook(lambda module, args, output: output * 1.1)
     with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) does not compute .* a difference of \d"):
         Probed(model, "teacher").prove(check_head)
+
+
+def compiling(backend):
+    return SimpleNamespace(torch_compile=True, torch_compile_backend=backend, torch_compile_mode=None)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_layers_are_compiled_for_one_row_and_for_several_whatever_the_lengths(make):
+    """And eager ones are left, whose copies compute with their own weights."""
+    graphs, model, drawn = [], make().requires_grad_(False), random.Random(0)
+
+    def counting(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for _ in range(20):
+        ids = torch.randint(3, 259, (drawn.randint(1, 5), drawn.randint(2, 40)))
+        with compiled(compiling(counting), model):
+            found = hidden_states(model, ids, None)
+        assert torch.equal(found, hidden_states(model, ids, None))
+    assert len(graphs) == 2
+    with compiled(compiling(counting), model):
+        other = copy.deepcopy(model)
+    for one in layer_list(other).parameters():
+        one.zero_()
+    assert not torch.equal(hidden_states(other, ids, None), found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_states_and_gradients_are_as_precise_as_eager_ones(dtype):
+    exact, model = tiny.qwen2(64).double(), tiny.qwen2(64).to(dtype)
+    for shape in [(3, 17), (2, 64), (1, 40)]:
+        ids, off = torch.randint(3, 259, shape, generator=torch.Generator().manual_seed(0)), []
+        for one, backend in ((exact, ""), (model, ""), (model, "inductor")):
+            with compiled(compiling(backend), one) if backend else nullcontext():
+                states = hidden_states(one, ids, None)
+                one.zero_grad()
+                states.double().square().mean().backward()
+            off.append(
+                torch.cat(
+                    [
+                        states.double().flatten(),
+                        *(weight.grad.double().flatten() for weight in backbone_of(one).parameters()),
+                    ]
+                )
+            )
+        assert float((off[2] - off[0]).norm()) <= 1.5 * float((off[1] - off[0]).norm()) + 1e-6

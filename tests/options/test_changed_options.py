@@ -17,7 +17,7 @@ from trl_opsd.options.table import check_same_options, shared_options
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -1.0), ("learning_rate", float("nan")), ("divergence", ForwardKL), ("torch_compile", True)],
+    [("temperature", -1.0), ("learning_rate", float("nan")), ("divergence", ForwardKL), ("overlap", "never")],
 )
 def test_trainer_refuses_option_changed_to_a_bad_value(make_trainer, tmp_path, name, value):
     args = tiny.config(tmp_path)

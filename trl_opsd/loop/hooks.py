@@ -169,7 +169,9 @@ class TrainerHooks(TrainerMembers):
     # By transformers' constructor, before it sets `use_cache` in the student's config.
     def create_accelerator_and_postprocess(self) -> None:
         self._use_cache = {name: value for name, value in vars(self.model.config).items() if name == "use_cache"}
+        backend, self.args.torch_compile_backend = self.args.torch_compile_backend, None  # of layers, not of the model
         super().create_accelerator_and_postprocess()
+        self.args.torch_compile_backend = backend
 
     def _take_samples(self, student: Any) -> None:
         self.base_samples = sampled(student)

@@ -20,6 +20,7 @@ from transformers import Trainer
 
 from trl_opsd.loop.batch import Batch
 from trl_opsd.loop.dealing import dealt
+from trl_opsd.models.backbone import compiled
 
 if TYPE_CHECKING:
     from trl_opsd.loop.overlap import Overlap
@@ -47,7 +48,10 @@ class Step:
             for batch, weight, is_last in parts:
                 # Processes' gradients are averaged, so each divides by its share. Of no token, the loss is 0.
                 share = weight.where(weight > 0, 1.0) / host.accelerator.num_processes
-                with nullcontext() if is_last else _accumulating(host.accelerator, model):
+                with (
+                    nullcontext() if is_last else _accumulating(host.accelerator, model),
+                    compiled(host.args, host.model),  # the backward pass, too, where layers are computed again there
+                ):
                     # transformers': `host.compute_loss`, then the backward pass. TRL's own would generate again.
                     losses.append(Trainer.training_step(host, model, batch, share))
         return reduce(torch.add, losses) if overlap is None else overlap.rescaled(model, losses)

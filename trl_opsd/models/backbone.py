@@ -1,4 +1,4 @@
-"""Runs a causal language model up to its last hidden state, and reads its output head.
+"""Runs a causal language model up to its last hidden state, perhaps compiled, and reads its output head.
 
 B rows · P prompt tokens · C completion tokens · L tokens of a row · V vocabulary size · H hidden size
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import chain
+from types import MethodType
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model, whole_shape
 from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
+from trl_opsd.models.weights import distinct, layer_list
 from trl_opsd.types import Length, OutputHead, Rollout
 from trl_opsd.types.rollout import RowImages
 
@@ -311,3 +315,44 @@ def logits_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
     """[..., V], float32: the logits of hidden states [..., H]."""
     logits_BLV = nn.functional.linear(hidden_BLH.to(head.weight.dtype), head.weight, head.bias).float() * head.scale
     return logits_BLV if head.softcap is None else head.softcap * torch.tanh(logits_BLV / head.softcap)
+
+
+# ---- Compiled layers ------------------------------------------------------------------------------------------------
+
+_VERSIONS = 64
+"""Compiled versions of one layer's code that torch keeps before it computes eagerly: students and teachers of a family
+share it, and each has one for a single row and one for several."""
+
+
+@contextmanager
+def compiled(args: Any, *models: nn.Module) -> Iterator[None]:
+    """Has the decoder layers of models compute compiled within it, if `torch_compile` is set.
+
+    Lengths are symbolic, so that those of another batch compile nothing again. Of a layer `forward` alone is compiled:
+    its hooks, which may copy or gather weights, run as before. Layers that accelerate spreads over devices stay eager,
+    as does a generation, in which each layer has a cache of its own.
+    """
+    if not args.torch_compile:
+        yield
+        return
+    with ExitStack() as stack, torch._dynamo.config.patch(recompile_limit=_VERSIONS):
+        for layer in chain.from_iterable(map(_layers_of, models)):
+            if "forward" not in vars(layer):
+                forward = _compiled(type(layer).forward, args.torch_compile_backend, args.torch_compile_mode)
+                layer.forward = MethodType(forward, layer)
+                stack.callback(delattr, layer, "forward")
+        yield
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    if model not in _layers:
+        _layers[model] = distinct(layer_list(model))
+    return _layers[model]
+
+
+_layers: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+
+@cache
+def _compiled(forward: Callable[..., Any], backend: str, mode: str | None) -> Callable[..., Any]:
+    return torch.compile(forward, dynamic=True, backend=backend, mode=mode)

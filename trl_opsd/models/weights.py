@@ -1,9 +1,10 @@
-"""Weights by name: samples, names in a checkpoint; a model from its config alone, and the size of its cache."""
+"""Weights by name: samples, names in a checkpoint, decoder layers; a model from its config; the size of a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,13 +12,13 @@ import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trl_opsd._compat.peft import CausalLM, base_parameters
-from trl_opsd._compat.sharding import shard, whole
+from trl_opsd._compat.sharding import shard, whole, whole_numel
 from trl_opsd._compat.versions import CACHE
 
 VALUES = 64
@@ -148,3 +149,27 @@ def cached_numbers(model: PreTrainedModel, tokens: int) -> int:
     except Exception:  # a family that reads tensor values, which meta tensors lack, or keeps its cache elsewhere
         found = 0
     return found or tokens * cached_per_token(model.config)
+
+
+# ---- Modules --------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module and of those inside it, each once."""
+    return distinct(chain(module.parameters(), module.buffers()))
+
+
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    """The `ModuleList` with the most numbers, which is that of the decoder layers; empty if there is none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=numbers_in, default=nn.ModuleList())  # if lists tie, the first is the outer one
+
+
+def numbers_in(module: nn.Module) -> int:
+    """Elements of all parameters and buffers inside a module, unsharded."""
+    return sum(map(whole_numel, tensors_of(module)))
+
+
+def distinct(things: Iterable[Any]) -> list[Any]:
+    """Each object once, in their order."""
+    return list({id(thing): thing for thing in things}.values())

@@ -138,7 +138,26 @@ def check_together(args: Any) -> None:
                 "`auto_find_batch_size=True`",
                 "it would begin again with other rows; remove it",
             ),
-            (args.torch_compile, "`torch_compile=True`", "nothing calls the `forward` that it compiles; remove it"),
+            *(
+                (args.torch_compile and is_met, f"`torch_compile=True` with {what}", why)
+                for is_met, what, why in (
+                    (
+                        is_deepspeed_zero3_enabled(),
+                        "DeepSpeed ZeRO-3",
+                        "it gathers weights inside of the layers that would be compiled; use ZeRO-2 or FSDP2",
+                    ),
+                    (
+                        args.teacher_prefix_cache_gb,
+                        shown(args, "teacher_prefix_cache_gb"),
+                        "its keys and values differ by layer, and each would be compiled; remove one of them",
+                    ),
+                    (
+                        args.torch_compile_mode in ("reduce-overhead", "max-autotune"),
+                        shown(args, "torch_compile_mode"),
+                        "CUDA graphs need weights and shapes that stay; set 'max-autotune-no-cudagraphs', or no mode",
+                    ),
+                )
+            ),
             (
                 args.fp16_full_eval or args.bf16_full_eval,
                 "`fp16_full_eval` or `bf16_full_eval`",

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trl_opsd._compat.deepspeed import SplitReader, reader_config
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd._compat.sharding import whole_numel
 from trl_opsd.models.backbone import Run, call
+from trl_opsd.models.weights import distinct, layer_list, numbers_in, tensors_of
 from trl_opsd.teacher.frozen import Placement, max_over_processes
 from trl_opsd.types import OutputHead
 from trl_opsd.types.targets import has_streams
@@ -42,33 +42,13 @@ def parts_of(model: CausalLM) -> Parts:
     output = OutputHead.of(model)
     head = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
     taken = {id(tensor) for tensor in head}
-    layers = _distinct(layer_list(model))
+    layers = distinct(layer_list(model))
     # A tensor shared by several layers must be on the device for all of them: it goes with the rest.
     holders = Counter(id(tensor) for layer in layers for tensor in tensors_of(layer))
     own = [[one for one in tensors_of(layer) if holders[id(one)] == 1 and id(one) not in taken] for layer in layers]
     taken |= {id(tensor) for tensor in chain.from_iterable(own)}
     rest = [tensor for tensor in tensors_of(model) if id(tensor) not in taken]
     return Parts(head=head, layers=list(zip(layers, own, strict=True)), rest=rest)
-
-
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of a module and of those inside it, each once."""
-    return _distinct(chain(module.parameters(), module.buffers()))
-
-
-def layer_list(model: nn.Module) -> nn.ModuleList:
-    """The `ModuleList` with the most numbers, which is that of the decoder layers; empty if there is none."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=numbers_in, default=nn.ModuleList())  # if lists tie, the first is the outer one
-
-
-def numbers_in(module: nn.Module) -> int:
-    """Elements of all parameters and buffers inside a module, unsharded."""
-    return sum(map(whole_numel, tensors_of(module)))
-
-
-def _distinct(things: Iterable[Any]) -> list[Any]:
-    return list({id(thing): thing for thing in things}.values())
 
 
 _ALIGNMENT = 256

@@ -54,6 +54,8 @@ class Teachers(dict[str, Teacher]):
         self.are_whole = not any(isinstance(one.head, TokenHead) for one in by_name.values())
         """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
         every = {id(own := innermost(one)): own for one in (*by_name.values(), origin) if one is not None}.values()
+        self.models = [one for own in every if (one := getattr(own, "model", None)) is not None]
+        """Those in this process, the student's too where it is its own teacher."""
         self._prefixes = [one for own in every if (one := getattr(own, "prefix", None)) is not None]
 
     @property
