@@ -218,6 +218,7 @@ def processor(family: str, unit: int = 16, side: int = 2, **image_options: Any) 
         pretend.setitem(sys.modules, f"{_MODELS}.{sight.package}.image_processing_{sight.package}", pil)
         pretend.setattr(f"{_MODELS}.smolvlm.processing_smolvlm.num2words", str)  # for videos only
         kind = _only_class(import_module(f"{_MODELS}.{sight.package}.processing_{sight.package}"))
+        pretend.setattr(kind, "check_argument_for_proper_class", lambda *_: None)  # needs torchvision, from 5.24 on
         parts = {name: part for name, part in given.items() if name in kind.get_attributes()}
         return kind(**parts, **sight.arguments, chat_template=words.chat_template)
 
