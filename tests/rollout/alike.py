@@ -229,7 +229,8 @@ def in_two(folder: Path, server: dict[str, object]) -> dict[str, Any]:
             time.sleep(0.05)
     found["streamed"] = [ids for _, ids in sorted(rows)]
     (folder / "taken").touch()
-    found["seeds"] = trainer.rollout._seeds(4, len(prompts))
+    trainer.model.eval()
+    found["seeds"] = [one["seed"] for one in trainer.rollout._prepared(prompts)]
     try:
         # Only the other process asks for what is refused; the main one gets the error.
         trainer.rollout.write([[5]], [{"max_tokens": 4, "temperature": -float(process)}])

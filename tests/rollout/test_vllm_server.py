@@ -23,7 +23,6 @@ from vllm_lab import by_hf, lora, student
 from trl_opsd._compat.http import HTTPClient
 from trl_opsd.errors import SyncError
 from trl_opsd.rollout import vllm_server, weight_sync
-from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -93,25 +92,28 @@ def test_a_pattern_reaches_a_server_and_rows_of_other_prompts_are_refused(serve,
 # ---- Rows that are taken as they end ---------------------------------------------------------------------------------
 
 
-def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
+@pytest.mark.parametrize("asked", ["deterministic", "full_determinism"])
+def test_rows_have_seeds_where_generations_have_to_repeat(serve, monkeypatch, tmp_path, asked):
     undecided = student(tmp_path / "student", tied=True)
     with torch.no_grad():
         undecided.get_output_embeddings().weight.mul_(0.05)
-    trainer = serve(model=undecided)
-    rollout, seeds, drawn = trainer.rollout, [], ServedRollout._seeds
-    monkeypatch.setattr(ServedRollout, "_seeds", lambda *given: seeds.append(drawn(*given)) or seeds[-1])
-    prompts = [trainer.tokenize(["a"])[0]] * 4
-    first, again, later = (dict(rollout.stream(prompts, step)) for step in (3, 3, 4))
-    assert len({seed for of_one in seeds for seed in of_one}) == 12, "of each row, use and step"
-    assert len({tuple(ids) for rows in (first, again, later) for ids in rows.values()}) == 12
-    alone = rollout.engine.write([prompts[2]], [{**rollout._sampling, "max_tokens": 16, "seed": seeds[0][2]}])
-    assert alone[0].completion_ids == first[2]
+    trainer = serve(model=undecided, eval_dataset=tiny.rows(4))
+    rollout, prompts = trainer.rollout, [trainer.tokenize(["a"])[0]] * 4
+    evaluated = [trainer.evaluate() for _ in range(2)]
+    assert len({one["eval_divergence/mean"] for one in evaluated}) == 1
+    trainer.model.train()
+    assert not any("seed" in one for one in rollout._prepared(prompts)), "which rule out vLLM's fused sampler"
 
-    trainer.loads += 1  # resumed at step 3
-    assert [dict(rollout.stream(prompts, step)) for step in (3, 3, 4)] == [first, again, later]
-    trainer.loads += 1  # the best checkpoint, after training; then another training
-    rollout.stream(prompts[:1], 0), rollout.stream(prompts[:1], 0)
-    assert seeds[-1] != seeds[-2]
+    monkeypatch.setattr(trainer.args, asked, True)
+    torch.manual_seed(3)
+    options = rollout._prepared(prompts)
+    ways = [lambda: dict(rollout.stream(prompts, 0)), lambda: dict(enumerate(rollout.complete(prompts, 0)))]
+    for rows in ways:
+        torch.manual_seed(3)  # a resume restores it
+        first, later = rows(), rows()
+        assert len({tuple(ids) for found in (first, later) for ids in found.values()}) == 8
+        (alone,) = rollout.engine.write([prompts[2]], [options[2]])
+        assert alone.completion_ids == first[2], "whatever is generated beside it"
     alike = serve(model=undecided, generation_kwargs={"seed": 3}).rollout.stream(prompts, 0)
     assert len({tuple(ids) for _, ids in alike}) == 1
 

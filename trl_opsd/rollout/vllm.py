@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 from typing import Any, ClassVar
 
+import torch
 from accelerate.logging import get_logger
+from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoConfig
 
@@ -97,6 +99,16 @@ class VLLMRollout(SyncedRollout):
     def _choose_sync(self, against: str | None) -> None:
         self._mode, why = chosen_sync(self.args.vllm_weight_sync, self.trainer.model, LORA_RANKS, against)
         logger.info(f"Weight sync with vLLM: {self._mode!r}, because {why}.")
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        """As for every rollout. Processes that share an engine sample with a random state that the first one draws."""
+        if self.args.vllm_tensor_parallel_size == 1:
+            return super().complete(prompt_ids, step)
+        drawn = int(torch.randint(2**32, ()))
+        with preserved_rng(self.trainer.accelerator.device):
+            # A seed for each row would do as well, but rules out vLLM's fused sampler for `top_p` and `top_k`.
+            set_seed(self.engine.common(drawn))
+            return super().complete(prompt_ids, step)
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
