@@ -1,4 +1,4 @@
-"""Weights by name: samples, names in a checkpoint; a model from its config alone, and the size of its cache."""
+"""Weights by name: samples, names in a checkpoint; a model from its config alone, and the memory that it will need."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl_opsd._compat.peft import CausalLM, base_parameters
 from trl_opsd._compat.sharding import shard, whole
 from trl_opsd._compat.versions import CACHE
+from trl_opsd.models.backbone import model_shape
 
 VALUES = 64
 """Maximum number of values sampled from one weight."""
+
+BATCHED_TOKENS = 4096
+"""Maximum tokens in a forward pass of an engine, unless it generates more rows."""
+_OWN = 2_000_000_000
+"""Bytes of an engine's CUDA graphs and workspace, an assumption."""
+SHARE = 0.9
+"""Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 
 Samples: TypeAlias = dict[str, Tensor]
 """Tensors of at most `VALUES` elements in host memory, by the weight's name in a checkpoint of the base model."""
@@ -148,3 +156,39 @@ def cached_numbers(model: PreTrainedModel, tokens: int) -> int:
     except Exception:  # a family that reads tensor values, which meta tensors lack, or keeps its cache elsewhere
         found = 0
     return found or tokens * cached_per_token(model.config)
+
+
+def bytes_per_token(model: CausalLM, width: int) -> int:
+    """Bytes of the activations of a token in a row of `width` tokens, estimated from the config alone."""
+    # At once live ten vectors of the hidden width (residuals, norms in float32, attention), three of the inner width,
+    # and a byte of mask for each token of the row; eager attention also keeps its scores, twice in float32.
+    config = model.config.get_text_config()
+    hidden = _largest(config, "hidden_size") or model_shape(model)[1]
+    inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden
+    heads = _largest(config, "num_attention_heads")
+    per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
+    return int(model.dtype.itemsize * (10 * hidden + 3 * inner) + per_pair * width)
+
+
+def _largest(config: Any, name: str) -> int:
+    """A size from the config, 0 if missing, the largest if stated per layer."""
+    stated = getattr(config, name, None) or 0
+    return max(stated) if isinstance(stated, list | tuple) else int(stated)
+
+
+def training_pass_bytes(model: CausalLM, tokens: int, checkpointing: bool) -> int:
+    """Bytes of activations of a training pass, estimated from the config alone."""
+    # What each layer keeps, or with checkpointing its input, and twice that of one layer for its gradients.
+    layer, inputs = bytes_per_token(model, 0), model_shape(model)[1] * model.dtype.itemsize
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
+    return int(tokens * (layers * (inputs if checkpointing else layer) + 2 * layer))
+
+
+def engine_bytes(parameters: int, cached: int, of_token: int, logits: int, itemsize: int) -> dict[str, int]:
+    """Memory of an engine on a device, by part, from what it holds there.
+
+    These are parameters, numbers in the key-value cache of all rows at their full length, and the logits of a token of
+    each row, of `itemsize` bytes; and `of_token` bytes of activations for each token.
+    """
+    activations = BATCHED_TOKENS * of_token + 12 * logits + _OWN
+    return {"weights": itemsize * parameters, "cache": itemsize * cached, "activations": activations}

@@ -197,7 +197,7 @@ class ServedRollout(SyncedRollout):
     def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
         """As for every engine, with a seed for each row where generations have to repeat, from this process's state."""
         options, args = super()._prepared(prompt_ids), self.args
-        # A server has a random state of its own. With seeds vLLM does without its fused sampler for `top_p` and `top_k`.
+        # A server has a random state of its own; with seeds, vLLM has no fused sampler for `top_p` and `top_k`.
         if self.trainer.model.training and not (args.deterministic or args.full_determinism):
             return options
         return [{"seed": int(torch.randint(2**63 - 1, ())), **own} for own in options]

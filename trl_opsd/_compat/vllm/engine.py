@@ -91,7 +91,7 @@ class VLLMEngine:
         Processes that share an engine may have different numbers of prompts, but need one random state: each samples
         the rows of all.
         """
-        by_process = self._gathered(list(zip(map(_prompt, prompt_ids), options, strict=True)))
+        by_process = self.gathered(list(zip(map(_prompt, prompt_ids), options, strict=True)))
         rows = [row for of_one in by_process for row in of_one]
         outputs = self._llm.generate(
             [prompt for prompt, _ in rows],
@@ -100,7 +100,7 @@ class VLLMEngine:
             lora_request=self._adapter,
         )
         drawn = hash(tuple(tuple(output.outputs[0].token_ids) for output in outputs))
-        if any(other != drawn for other in self._gathered(drawn)):
+        if any(other != drawn for other in self.gathered(drawn)):
             raise RuntimeError(
                 "Processes that share a vLLM engine sampled different tokens, so each continued other rows than the "
                 "rest: set `vllm_tensor_parallel_size=1`, or `vllm_mode='server'`."
@@ -108,16 +108,12 @@ class VLLMEngine:
         first = sum(map(len, by_process[: self._sharing.rank_in_group]))
         return [_written(output) for output in outputs[first : first + len(prompt_ids)]]
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any) -> list[Any]:
         """What each of the processes that share this engine has, by rank. Collective."""
         found = [value] * self._sharing.world_size
         if len(found) > 1:
             distributed.all_gather_object(found, value, group=self._sharing.cpu_group)
         return found
-
-    def common(self, value: Any) -> Any:
-        """The value of the first of the processes that share this engine. Collective."""
-        return self._gathered(value)[0]
 
     @preserved_process()
     def forget_prefixes(self) -> None:
