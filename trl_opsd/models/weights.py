@@ -24,10 +24,8 @@ from trl_opsd.models.backbone import model_shape
 VALUES = 64
 """Maximum number of values sampled from one weight."""
 
-BATCHED_TOKENS = 4096
-"""Maximum tokens in a forward pass of an engine, unless it generates more rows."""
-_OWN = 2_000_000_000
-"""Bytes of an engine's CUDA graphs and workspace, an assumption."""
+_BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
+"""Of an engine: maximum tokens in a forward pass, and bytes of CUDA graphs and workspace, an assumption."""
 SHARE = 0.9
 """Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 
@@ -185,10 +183,6 @@ def training_pass_bytes(model: CausalLM, tokens: int, checkpointing: bool) -> in
 
 
 def engine_bytes(parameters: int, cached: int, of_token: int, logits: int, itemsize: int) -> dict[str, int]:
-    """Memory of an engine on a device, by part, from what it holds there.
-
-    These are parameters, numbers in the key-value cache of all rows at their full length, and the logits of a token of
-    each row, of `itemsize` bytes; and `of_token` bytes of activations for each token.
-    """
-    activations = BATCHED_TOKENS * of_token + 12 * logits + _OWN
+    """Memory of an engine on a device, from numbers of `itemsize` bytes that it keeps there, and logits of all rows."""
+    activations = _BATCHED_TOKENS * of_token + 12 * logits + _OWN
     return {"weights": itemsize * parameters, "cache": itemsize * cached, "activations": activations}

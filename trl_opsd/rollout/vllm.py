@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from logging import INFO, WARNING
 from typing import Any, ClassVar
 
 import torch
@@ -184,7 +183,7 @@ class VLLMRollout(SyncedRollout):
             "vocabulary": trainer.limits.vocabulary,
             "placeholders": tuple(trainer.placeholders),
             "model": trainer.model.name_or_path,
-            "revision": _revision(args),
+            "revision": (args.model_init_kwargs or {}).get("revision"),
             "tokenizer": self._tokenizer_folder.name,
             "dtype": self._dtype,
             "max_model_len": trainer.limits.context,
@@ -240,18 +239,18 @@ class VLLMRollout(SyncedRollout):
         if share < wanted:
             remedy = "fewer rows, or a lower `vllm_max_model_length`" if sleeps else "`vllm_enable_sleep_mode=True`"
             said += f" Rows will queue: set {remedy}."
-        logger.log(WARNING if share < wanted else INFO, said)
+        (logger.warning if share < wanted else logger.info)(said)
         return share
 
 
 def _checked_checkpoint(trainer: Host) -> Any:
     """The config of the student's checkpoint, which vLLM builds its model from; it must fit the student."""
     args, model = trainer.args, trainer.model
-    path = model.name_or_path
+    path, revision = model.name_or_path, (args.model_init_kwargs or {}).get("revision")
     where = f"The checkpoint at the student's `name_or_path` {path!r}"
     remedy = "save the student with `model.save_pretrained(folder)` and set `model.name_or_path = folder`."
     try:
-        found = AutoConfig.from_pretrained(path, revision=_revision(args), trust_remote_code=args.trust_remote_code)
+        found = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{where}, from which vLLM builds its model, cannot be loaded: {remedy}") from error
     if getattr(found, "quantization_config", None):
@@ -261,8 +260,3 @@ def _checked_checkpoint(trainer: Host) -> Any:
         if ours != theirs:
             raise ValueError(f"{where} has {name}={theirs!r}, but the student has {ours!r}: {remedy}")
     return found
-
-
-def _revision(args: OPSDConfig) -> str | None:
-    revision: str | None = (args.model_init_kwargs or {}).get("revision")
-    return revision
