@@ -27,14 +27,8 @@ from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.losses.streamed import tile_of
 from trl_opsd.models.backbone import hidden_states
 from trl_opsd.models.checks import adapter_at
-from trl_opsd.models.weights import (
-    SHARE,
-    bytes_per_token,
-    cached_numbers,
-    engine_bytes,
-    training_pass_bytes,
-    without_weights,
-)
+from trl_opsd.models.grouping import bytes_per_token
+from trl_opsd.models.weights import SHARE, cached_numbers, engine_bytes, training_pass_bytes, without_weights
 from trl_opsd.teacher.frozen import PASS_BYTES
 from trl_opsd.types.targets import CACHE_BYTES
 
@@ -148,7 +142,7 @@ def shape_of(source: str) -> Shape:
         width=head.size(1),
         linear=sum(one.in_features + one.out_features for one in linear),
         cached=cache(partial(cached_numbers, model)),
-        half_bytes_per_token=bytes_per_token(model, 0),
+        half_bytes_per_token=bytes_per_token(model)[0],
     )
 
 

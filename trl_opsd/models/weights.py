@@ -20,6 +20,7 @@ from trl_opsd._compat.peft import CausalLM, base_parameters
 from trl_opsd._compat.sharding import shard, whole
 from trl_opsd._compat.versions import CACHE
 from trl_opsd.models.backbone import model_shape
+from trl_opsd.models.grouping import bytes_per_token
 
 VALUES = 64
 """Maximum number of values sampled from one weight."""
@@ -156,28 +157,10 @@ def cached_numbers(model: PreTrainedModel, tokens: int) -> int:
     return found or tokens * cached_per_token(model.config)
 
 
-def bytes_per_token(model: CausalLM, width: int) -> int:
-    """Bytes of the activations of a token in a row of `width` tokens, estimated from the config alone."""
-    # At once live ten vectors of the hidden width (residuals, norms in float32, attention), three of the inner width,
-    # and a byte of mask for each token of the row; eager attention also keeps its scores, twice in float32.
-    config = model.config.get_text_config()
-    hidden = _largest(config, "hidden_size") or model_shape(model)[1]
-    inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden
-    heads = _largest(config, "num_attention_heads")
-    per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
-    return int(model.dtype.itemsize * (10 * hidden + 3 * inner) + per_pair * width)
-
-
-def _largest(config: Any, name: str) -> int:
-    """A size from the config, 0 if missing, the largest if stated per layer."""
-    stated = getattr(config, name, None) or 0
-    return max(stated) if isinstance(stated, list | tuple) else int(stated)
-
-
 def training_pass_bytes(model: CausalLM, tokens: int, checkpointing: bool) -> int:
     """Bytes of activations of a training pass, estimated from the config alone."""
     # What each layer keeps, or with checkpointing its input, and twice that of one layer for its gradients.
-    layer, inputs = bytes_per_token(model, 0), model_shape(model)[1] * model.dtype.itemsize
+    layer, inputs = bytes_per_token(model)[0], model_shape(model)[1] * model.dtype.itemsize
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
     return int(tokens * (layers * (inputs if checkpointing else layer) + 2 * layer))
 

@@ -19,7 +19,8 @@ from trl_opsd._compat.vllm.engine import VLLMEngine, why_no_sleep_mode
 from trl_opsd._compat.vllm.supported import LORA_RANKS, why_no_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.backbone import model_shape
-from trl_opsd.models.weights import SHARE, bytes_per_token, cached_per_token, engine_bytes, training_pass_bytes
+from trl_opsd.models.grouping import bytes_per_token
+from trl_opsd.models.weights import SHARE, cached_per_token, engine_bytes, training_pass_bytes
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
@@ -215,7 +216,7 @@ class VLLMRollout(SyncedRollout):
         needed = engine_bytes(
             sum(map(whole_numel, model.parameters())) // size,
             rows * tokens * cached_per_token(model.config) // min(size, heads),  # a device has a head at least
-            bytes_per_token(model, 0),
+            bytes_per_token(model)[0],
             rows * model_shape(model)[0],
             self._dtype.itemsize,
         )

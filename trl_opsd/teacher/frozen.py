@@ -29,10 +29,10 @@ from trl_opsd.models.backbone import (
     preserved_mode,
 )
 from trl_opsd.models.checks import check_on_device, described
-from trl_opsd.models.grouping import cheapest_groups, fewest_groups
+from trl_opsd.models.grouping import bytes_per_token, cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.probes import Probed, check_head, check_packing, find_batching
-from trl_opsd.models.weights import Samples, bytes_per_token, sampled
+from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.prefix import SharedPrefix
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
@@ -199,11 +199,11 @@ def pass_groups(
     if not policy.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # one pass per row, as processes must run equally many
     kind = "cpu" if device.type == "cpu" else "accelerator"
-    vectors, first = (bytes_per_token(model, width) for width in (0, 1))  # once, as reading a config is slow
+    vectors, of_pair = bytes_per_token(model)  # once, as reading a config is slow
 
     def fits(tokens: int, width: int) -> bool:
         # Of a token of the prefix each row has keys and values, repeated for all heads: a quarter of a token's vectors.
-        in_all = tokens * (vectors + (first - vectors) * (before + width)) + tokens / width * before / 4 * vectors
+        in_all = tokens * (vectors + of_pair * (before + width)) + tokens / width * before / 4 * vectors
         return tokens <= MOST_TOKENS[kind] and in_all <= pass_bytes
 
     if policy.packed:
