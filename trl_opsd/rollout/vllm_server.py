@@ -116,8 +116,8 @@ class VLLMServer:
         """Reads its configuration; a `ValueError` if it can be sent neither weights nor adapters."""
         self._args, self.http = args, http
         about = http.get("/version")
-        if about.status == 200 and (said := untested({"vllm": about.parse(_Version).version})):
-            warn_in_main(f"The server at {http.url} has another vLLM. {said}")
+        if about.status == 200 and (warning := untested({"vllm": about.parse(_Version).version})):
+            warn_in_main(f"The server at {http.url} has another vLLM. {warning}")
         model = http.get("/v1/models").parse(_Models)
         self._model, self.context = model.first, model.context
         response = http.get("/server_info", params={"config_format": "json"})
