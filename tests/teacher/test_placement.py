@@ -244,7 +244,6 @@ class TestPasses:
     def test_the_scores_of_eager_attention_are_counted(self):
         eager = self.config()
         eager.config._attn_implementation = "eager"
-        assert sum(bytes_per_token(eager)) > sum(bytes_per_token(self.config()))
         assert bytes_per_token(eager)[1] * 2048 > bytes_per_token(eager)[0], "at this length more than all else"
 
     @pytest.mark.parametrize(
