@@ -91,8 +91,7 @@ def test_rows_have_seeds_where_generations_have_to_repeat(serve, monkeypatch, tm
         undecided.get_output_embeddings().weight.mul_(0.05)
     trainer = serve(model=undecided, eval_dataset=tiny.rows(4))
     rollout, prompts = trainer.rollout, [trainer.tokenize(["a"])[0]] * 4
-    evaluated = [trainer.evaluate() for _ in range(2)]
-    assert len({one["eval_divergence/mean"] for one in evaluated}) == 1
+    assert len({trainer.evaluate()["eval_divergence/mean"] for _ in range(2)}) == 1
     trainer.model.train()
     assert not any("seed" in one for one in rollout._prepared(prompts)), "which rule out vLLM's fused sampler"
 
