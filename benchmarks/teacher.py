@@ -23,8 +23,9 @@ from timing import allocated, in_turns, ratio
 from torch import Tensor
 
 from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.grouping import bytes_per_token
 from trl_opsd.teacher import FrozenTeacher, Resident
-from trl_opsd.teacher.frozen import PASS_BYTES, bytes_per_token, pass_groups
+from trl_opsd.teacher.frozen import PASS_BYTES, pass_groups
 from trl_opsd.teacher.offloaded import Hosted, Streamed, parts_of, tensors_of
 from trl_opsd.types import Rollout
 
@@ -122,7 +123,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     times = in_turns({name: read for name, (read, _) in programs.items()}, args.device, args.repeats, warm_ups=0)
     model = make_model(args)
     parts = parts_of(model)
-    rows = max(1, args.pass_bytes // (args.length * bytes_per_token(model, args.length)))
+    of_token, of_pair = bytes_per_token(model)
+    rows = max(1, args.pass_bytes // (args.length * (of_token + of_pair * args.length)))
     width, vocabulary, bytes_each = outputs["none"].size(-1), SHAPES[args.model][5], args.dtype.itemsize
     result: dict[str, Any] = {
         "model_bytes": sum(tensor.nbytes for tensor in tensors_of(model)),

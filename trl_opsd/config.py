@@ -99,7 +99,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Maximum change of the student in one step, in nats per token, up to which rows generated ahead are used; above it
     the trainer generates them again."""
     deterministic: bool = False
-    """Whether `overlap` trains on rows in their order, so that sums are rounded alike in each run."""
+    """Whether runs repeat: `overlap` trains on rows in their order, so that sums are rounded alike, and requests to a
+    server have seeds, without which its completions differ in each run (those of evaluations always have them)."""
     # the teacher
     cross_tokenizer: Annotated[Literal["bytes"] | None, RESUMED] = None
     """How to compare a teacher that has another tokenizer than the student: `"bytes"`, by distributions over the next

@@ -25,9 +25,9 @@ from trl_opsd.cli.plan import (
     Choice,
     Load,
     considered,
-    engine_bytes,
     host_bytes,
     loss,
+    of_engine,
     options,
     phases,
     shape_of,
@@ -262,7 +262,7 @@ def test_printed_options_are_read_by_train(planned, arguments, tmp_path):
 def test_engine_takes_its_share_unless_it_sleeps(lora, resting):
     student, teacher = (shape_of(str(SHAPES / f"measured-{role}.json")) for role in ("student", "teacher"))
     load = replace(ON_80_GB, batch=2, prompt=64, length=64, lora=lora)
-    needed = engine_bytes(student, load)
+    needed = of_engine(student, load)
     assert needed > 2 * student.parameters + 2 * 2 * student.cached(128), "weights, and keys and values of 2 rows"
     for one in considered(student, teacher, load, None, a_gigabyte, engine="vllm"):
         share = int(one.engine_share * 80e9)

@@ -16,10 +16,9 @@ from support import tiny, vision_language
 from transformers import CohereConfig, GraniteConfig
 
 from trl_opsd.data.images import read_with_images
-from trl_opsd.models.backbone import backbone_of, compiled, completion_hidden, hidden_states
+from trl_opsd.models.backbone import backbone_of, compiled, completion_hidden, hidden_states, layer_list
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.probes import Probed, check_head
-from trl_opsd.models.weights import layer_list
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import PromptIds
 

@@ -16,20 +16,12 @@ import vllm_lab
 from server_lab import CONTEXT
 from support import forks, tiny
 from test_vllm_sync import Watch
-from vllm_lab import by_hf, gap, lora, student, two_end_tokens
+from vllm_lab import by_hf, gap, lora, move, student, two_end_tokens
 
-from trl_opsd import OPSDTrainer
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.errors import ServerError, SyncError
 from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.served import ServedRollout
-
-
-def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:
-    """Changes all weights."""
-    with torch.no_grad():
-        for part in trainer.model.parameters():
-            part.mul_(factor)
 
 
 class Alike:
@@ -85,7 +77,7 @@ class Alike:
 
         left, taken = trainer.rollout.stream(prompts[:4], 0), trainer.rollout.stream(rows, 0)
         next(taken)
-        stir(trainer)
+        move(trainer)
         assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
         assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
         for stream, dropped, of in ((left, 4, 4), (taken, last, len(rows))):
@@ -119,7 +111,7 @@ class Alike:
             with pytest.raises(SyncError, match="disagree by"):
                 trainer.complete(prompt)
         trainer.complete(prompt)
-        stir(trainer)
+        move(trainer)
         with monkeypatch.context() as patch:
             patch.setattr(self.client, "update", lambda self, stream: None)
             with pytest.raises(SyncError, match="disagree by"):
@@ -229,7 +221,8 @@ def in_two(folder: Path, server: dict[str, object]) -> dict[str, Any]:
             time.sleep(0.05)
     found["streamed"] = [ids for _, ids in sorted(rows)]
     (folder / "taken").touch()
-    found["seeds"] = trainer.rollout._seeds(4, len(prompts))
+    trainer.model.eval()
+    found["seeds"] = [one["seed"] for one in trainer.rollout._prepared(prompts)]
     try:
         # Only the other process asks for what is refused; the main one gets the error.
         trainer.rollout.write([[5]], [{"max_tokens": 4, "temperature": -float(process)}])

@@ -56,6 +56,7 @@ def faults() -> Iterator[Told]:
     answers = {
         "/health": (200, {}), "/v1/models": (200, MODELS), "/reset_prefix_cache": (200, b""),
         "/v1/load_lora_adapter": (404, {"detail": "Not Found"}), "/server_info": (200, {"vllm_config": CONFIG}),
+        "/version": (404, {}),
     }  # fmt: skip
     with running(Told(answers)) as server:
         yield server
@@ -224,8 +225,10 @@ def test_an_answer_that_is_too_large_is_refused(faults, monkeypatch):
         ("/get_world_size", {"world_size": True}, "get_world_size"),
     ],
 )
-def test_a_server_whose_configuration_cannot_work_is_refused(faults, path, answer, message):
+def test_a_server_whose_configuration_cannot_work_is_refused(faults, path, answer, message, caplog):
+    faults.answers["/version"] = (200, {"version": "0.99.0"})
     speaker = client(faults)
+    assert "has another vLLM. Not tested with trl_opsd" in caplog.text, "but is not refused"
     assert (speaker.server._model, speaker.server.dtype, speaker.server.context) == ("student", torch.bfloat16, 64)
     faults.answers[path] = (404, {}) if answer is None else (200, answer)
     with pytest.raises((ValueError, ServerError), match=message):

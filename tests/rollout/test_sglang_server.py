@@ -19,9 +19,9 @@ from support import serving, tiny
 
 pytest.importorskip("vllm")
 
-from alike import Alike, stir
+from alike import Alike
 from server_lab import CONTEXT
-from vllm_lab import by_hf, gap, lora, student
+from vllm_lab import by_hf, gap, lora, move, student
 
 from trl_opsd._compat import weight_group
 from trl_opsd.errors import ServerError
@@ -101,7 +101,7 @@ def test_other_families_are_synced_and_written_alike(make, tmp_path_factory, sha
         for _ in range(3):
             assert trainer.complete(prompts) == by_hf(trainer, prompts)
             assert gap(trainer) <= 1e-4
-            stir(trainer, 1.1)
+            move(trainer, 1.1)
         trainer.rollout.close()
 
 
@@ -128,7 +128,7 @@ def test_a_server_that_exits_is_an_error_at_once(make, tmp_path_factory):
                 server.stop()
             return began[-1]
 
-        stir(trainer)
+        move(trainer)
         start = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weight_group.WeightGroup, "send", killed)

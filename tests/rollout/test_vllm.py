@@ -114,14 +114,6 @@ def test_building_a_rollout_preserves_the_random_state(make):
     assert torch.equal(torch.rand(1), with_vllm)
 
 
-def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make):
-    with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens.*context of the student \(24 tokens\)"):
-        make(vllm_max_model_length=24)
-    short = make(vllm_max_model_length=24, overlong_prompts="drop")
-    assert short.dropped_prompts["train_dataset"] == 4
-    assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_closed_or_collected_engine_leaves_nothing_in_the_process(make, how):

@@ -17,13 +17,10 @@ pytest.importorskip("vllm")
 
 import tcp_transfer
 from alike import Alike
-from server_lab import CONTEXT
 from vllm_lab import by_hf, lora, student
 
 from trl_opsd._compat.http import HTTPClient
-from trl_opsd.errors import SyncError
 from trl_opsd.rollout import vllm_server, weight_sync
-from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -33,19 +30,13 @@ class TestVLLM(Alike):
     client, sender, sends, least = VLLMServer, vllm_server._Sender, "_post", "min_tokens"
 
 
-def test_a_nearly_full_context_shortens_no_other_row(serve):
-    trainer = serve(top_k=1)
-    nearly_full = [*trainer.tokenize(["a"]), [5] * (CONTEXT - 3)]
-    assert trainer.rollout.complete(nearly_full, 0) == by_hf(trainer, nearly_full)
-    assert set(tcp_transfer.met_at) == {"127.0.0.1"}, "weights do not pass a public address"
-
-
 def test_a_port_in_use_is_refused(serve, make, server):
     first = serve(top_k=1)
     with pytest.raises(ValueError, match=r"close the rollout of the trainer that does"):
         make(tied=True, **server)
     prompts = first.tokenize(["a"])
     assert first.complete(prompts) == by_hf(first, prompts), "which is undisturbed"
+    assert set(tcp_transfer.met_at) == {"127.0.0.1"}, "weights do not pass a public address"
     first.rollout.close()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -93,25 +84,27 @@ def test_a_pattern_reaches_a_server_and_rows_of_other_prompts_are_refused(serve,
 # ---- Rows that are taken as they end ---------------------------------------------------------------------------------
 
 
-def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
+@pytest.mark.parametrize("asked", ["deterministic", "full_determinism"])
+def test_rows_have_seeds_where_generations_have_to_repeat(serve, monkeypatch, tmp_path, asked):
     undecided = student(tmp_path / "student", tied=True)
     with torch.no_grad():
         undecided.get_output_embeddings().weight.mul_(0.05)
-    trainer = serve(model=undecided)
-    rollout, seeds, drawn = trainer.rollout, [], ServedRollout._seeds
-    monkeypatch.setattr(ServedRollout, "_seeds", lambda *given: seeds.append(drawn(*given)) or seeds[-1])
-    prompts = [trainer.tokenize(["a"])[0]] * 4
-    first, again, later = (dict(rollout.stream(prompts, step)) for step in (3, 3, 4))
-    assert len({seed for of_one in seeds for seed in of_one}) == 12, "of each row, use and step"
-    assert len({tuple(ids) for rows in (first, again, later) for ids in rows.values()}) == 12
-    alone = rollout.engine.write([prompts[2]], [{**rollout._sampling, "max_tokens": 16, "seed": seeds[0][2]}])
-    assert alone[0].completion_ids == first[2]
+    trainer = serve(model=undecided, eval_dataset=tiny.rows(4))
+    rollout, prompts = trainer.rollout, [trainer.tokenize(["a"])[0]] * 4
+    assert len({trainer.evaluate()["eval_divergence/mean"] for _ in range(2)}) == 1
+    trainer.model.train()
+    assert not any("seed" in one for one in rollout._prepared(prompts)), "which rule out vLLM's fused sampler"
 
-    trainer.loads += 1  # resumed at step 3
-    assert [dict(rollout.stream(prompts, step)) for step in (3, 3, 4)] == [first, again, later]
-    trainer.loads += 1  # the best checkpoint, after training; then another training
-    rollout.stream(prompts[:1], 0), rollout.stream(prompts[:1], 0)
-    assert seeds[-1] != seeds[-2]
+    monkeypatch.setattr(trainer.args, asked, True)
+    torch.manual_seed(3)
+    options = rollout._prepared(prompts)
+    ways = [lambda: dict(rollout.stream(prompts, 0)), lambda: dict(enumerate(rollout.complete(prompts, 0)))]
+    for rows in ways:
+        torch.manual_seed(3)  # a resume restores it
+        first, later = rows(), rows()
+        assert len({tuple(ids) for found in (first, later) for ids in found.values()}) == 8
+        (alone,) = rollout.engine.write([prompts[2]], [options[2]])
+        assert alone.completion_ids == first[2], "whatever is generated beside it"
     alike = serve(model=undecided, generation_kwargs={"seed": 3}).rollout.stream(prompts, 0)
     assert len({tuple(ids) for _, ids in alike}) == 1
 
@@ -184,13 +177,3 @@ def test_greedy_tokens_are_the_students_after_each_step(with_adapter, tmp_path, 
     trainer.rollout.close()
     assert len(requests.get(f"{stock}/v1/models", timeout=10).json()["data"]) == 1
     assert not list((tmp_path / "_served_adapters").glob("*")), "nothing is left on the disk"
-
-
-@pytest.mark.long
-def test_another_base_is_found_by_the_proof(with_adapter, tmp_path):
-    student(tmp_path / "another", tied=False, seed=6)
-    tiny.tokenizer().save_pretrained(tmp_path / "another")
-    trainer = with_adapter(str(tmp_path / "another"))
-    with pytest.raises(SyncError, match="disagree"):
-        trainer.train()
-    trainer.rollout.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from peft import IA3Config
 from support import tiny
 from support.lone_host import LoneHost
 from support.tool_calls import words
+from transformers import AutoConfig
 
 pytest.importorskip("vllm")
 
@@ -22,6 +25,7 @@ from trl_opsd._compat.vllm.process import launcher_environment
 from trl_opsd.data import datasets
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.loop import teaching
+from trl_opsd.models.weights import without_weights
 from trl_opsd.rollout import synced
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.types import Completion
@@ -34,7 +38,7 @@ pytestmark = pytest.mark.vllm
     ("given", "message"),
     [
         ({"vllm_max_model_length": 1024}, "the student's context is 256"),
-        ({"vllm_max_model_length": 16}, "exceeds the context"),
+        ({"vllm_max_model_length": 24}, r"row 1 of train_dataset has 10 tokens.*context of the student \(24 tokens\)"),
         ({"vllm_tensor_parallel_size": 2}, "but there are 1: set it to a divisor"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
@@ -86,6 +90,34 @@ def test_engine_is_on_its_process_device_not_its_local_rank(monkeypatch):
     with launcher_environment():
         assert os.environ["LOCAL_RANK"] == "0"
     assert os.environ["LOCAL_RANK"] == "3"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("free", "given", "share", "said"),
+    [
+        (60e9, {}, 0.34, "0.34 for 64 rows of 2176 tokens at once: 16.4 GB of weights, 9.1 GB of cache, 3.2 GB of act"),
+        (38e9, {}, 0.31, "Rows will queue: set `vllm_enable_sleep_mode=True`."),
+        (38e9, {"vllm_enable_sleep_mode": True}, 0.34, "needs 0.34"),
+        (34e9, {"vllm_enable_sleep_mode": True}, 0.3, "set fewer rows, or a lower `vllm_max_model_length`."),
+        (60e9, {"teacher_offload": "cpu"}, 0.3, "Rows will queue"),
+        (60e9, {"vllm_gpu_memory_utilization": 0.2}, 0.2, ""),
+    ],
+)
+def test_memory_of_an_engine_is_what_its_rows_need_and_training_leaves(monkeypatch, caplog, free, given, share, said):
+    config = AutoConfig.from_pretrained(Path(__file__).parents[1] / "cli/shapes/qwen2.5-32b.json")
+    rollout = object.__new__(backend.VLLMRollout)  # here it would refuse to sleep
+    with torch.device("meta"):
+        model = without_weights(config, torch.bfloat16).requires_grad_(False)
+    limits = PromptLimits(vocabulary=tiny.VOCABULARY, context=128 + 2048, completion=2048)
+    options = {"use_vllm": True, "vllm_tensor_parallel_size": 4, "per_device_train_batch_size": 1}
+    rollout.trainer = LoneHost(tiny.qwen2(), limits, **options, **given)
+    rollout.args, rollout._dtype, rollout.trainer.model = rollout.trainer.args, torch.bfloat16, model
+    rollout.trainer.accelerator = SimpleNamespace(device=model.device, distributed_type="NO", num_processes=1)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (int(free), 85 * 10**9))
+    with caplog.at_level("INFO"):
+        assert rollout._memory_share(rows=64) == share
+    assert said in caplog.text
 
 
 # ---- The length of rows that an engine is built for ---------------------------------------------------------------

@@ -21,8 +21,9 @@ from trl.trainer import distillation_trainer
 
 from trl_opsd import FrozenTeacher
 from trl_opsd._compat.deepspeed import loading, reader_config
+from trl_opsd.models.grouping import bytes_per_token
 from trl_opsd.teacher import Resident, build
-from trl_opsd.teacher.frozen import bytes_per_token, pass_groups
+from trl_opsd.teacher.frozen import pass_groups
 from trl_opsd.teacher.offloaded import HostBlock, Hosted, Streamed, parts_of, tensors_of
 from trl_opsd.types import Rollout
 from trl_opsd.types.targets import targets_device
@@ -64,7 +65,8 @@ def storages(model: nn.Module) -> dict[int, int]:
 
 def few_rows(model: nn.Module, rows: int, length: int = 16) -> int:
     """A budget for the activations of that many rows and a half."""
-    one = length * bytes_per_token(model, length)
+    of_token, of_pair = bytes_per_token(model)
+    one = length * (of_token + of_pair * length)
     return rows * one + one // 2
 
 
@@ -242,7 +244,7 @@ class TestPasses:
     def test_the_scores_of_eager_attention_are_counted(self):
         eager = self.config()
         eager.config._attn_implementation = "eager"
-        assert bytes_per_token(eager, 2048) > 2 * bytes_per_token(self.config(), 2048)
+        assert bytes_per_token(eager)[1] * 2048 > bytes_per_token(eager)[0], "at this length more than all else"
 
     @pytest.mark.parametrize(
         ("choice", "nbytes", "where"),

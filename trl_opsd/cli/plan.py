@@ -25,25 +25,22 @@ from transformers import AutoConfig, PretrainedConfig
 
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.losses.streamed import tile_of
-from trl_opsd.models.backbone import hidden_states, model_shape
+from trl_opsd.models.backbone import hidden_states
 from trl_opsd.models.checks import adapter_at
-from trl_opsd.models.weights import cached_numbers, without_weights
-from trl_opsd.teacher.frozen import PASS_BYTES, bytes_per_token
+from trl_opsd.models.grouping import bytes_per_token
+from trl_opsd.models.weights import SHARE, cached_numbers, engine_bytes, training_pass_bytes, without_weights
+from trl_opsd.teacher.frozen import PASS_BYTES
 from trl_opsd.types.targets import CACHE_BYTES
 
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000
 """Defaults of DeepSpeed, in numbers: `reduce_bucket_size`, and `stage3_max_live_parameters`, up to which weights stay
 gathered for the backward pass."""
-_BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
-"""Of an engine: maximum tokens in a forward pass, and bytes of CUDA graphs and workspace, an assumption."""
 _SENT, _PROBED = 256_000_000, 2 * 80
 """Bytes of weights gathered at once to be sent to it, and tokens that a student reads to prove that they arrived."""
 TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
 """What generates: transformers, vLLM in the same process, without and with sleep mode, or a server."""
 ENGINES = {"transformers": (TRANSFORMERS,), "vllm": (AWAKE, ASLEEP), "server": (SERVER,)}
 """What may generate, by its name on the command line; of several the first that fits."""
-SHARE = 0.9
-"""Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 _STEP = 0.05
 """Granularity of an engine's share of a device."""
 
@@ -145,7 +142,7 @@ def shape_of(source: str) -> Shape:
         width=head.size(1),
         linear=sum(one.in_features + one.out_features for one in linear),
         cached=cache(partial(cached_numbers, model)),
-        half_bytes_per_token=bytes_per_token(model, 0),
+        half_bytes_per_token=bytes_per_token(model)[0],
     )
 
 
@@ -212,10 +209,7 @@ def _traced(config: PretrainedConfig, tokens: int, checkpointing: bool, rows: in
                 states_BLH.backward(torch.empty_like(states_BLH))
             return live.peak
     except Exception:  # some families read values while they run, and cannot be traced
-        # What each layer keeps, or with checkpointing its input, and twice that of one layer for its gradients.
-        layer, inputs = bytes_per_token(model, 0), model_shape(model)[1] * model.dtype.itemsize
-        layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 1
-        return int(rows * tokens * (layers * (inputs if checkpointing else layer) + 2 * layer))
+        return training_pass_bytes(model, rows * tokens, checkpointing)
 
 
 # ---- Memory, in bytes ------------------------------------------------------------------------------------------------
@@ -327,15 +321,11 @@ def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, 
     return vocabulary * (8 * tile + 2 * load.half * group + group // 2), head + 4 * tokens * student.width
 
 
-def engine_bytes(student: Shape, load: Load) -> int:
-    """Memory of an engine in the same process that generates all rows at once: weights, keys and values, activations.
-
-    It computes in half precision or float32, as products are computed, and keeps the rows of a step at their full
-    length.
-    """
-    of_token = student.half_bytes_per_token * load.itemsize // 2
-    held = load.itemsize * (student.parameters + load.batch * student.cached(load.row))
-    return held + _BATCHED_TOKENS * of_token + load.batch * student.vocabulary * 12 + _OWN
+def of_engine(student: Shape, load: Load) -> int:
+    """Memory of an engine in the same process, which computes with the numbers of products."""
+    rows, of_token = load.batch, student.half_bytes_per_token * load.itemsize // 2
+    held = student.parameters, rows * student.cached(load.row), of_token, rows * student.vocabulary
+    return sum(engine_bytes(*held, load.itemsize).values())
 
 
 def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
@@ -397,7 +387,7 @@ def considered(
     an offloaded teacher, but not for an offloaded student.
     """
     # Of a device, for an engine in the same process: a multiple of `_STEP`, or more than 1 if it does not fit.
-    share = round(math.ceil(engine_bytes(student, load) / load.memory / _STEP) * _STEP, 2) if engine == "vllm" else 0.0
+    share = round(math.ceil(of_engine(student, load) / load.memory / _STEP) * _STEP, 2) if engine == "vllm" else 0.0
     usable = SHARE * load.memory
 
     def plan(choice: Choice, activations: Callable[..., int]) -> Plan:
@@ -405,7 +395,7 @@ def considered(
         parts = phases(student, teacher, load, choice, activations, int(share * load.memory))
         served = [teacher] * (choice.teacher == "served") + [student] * (choice.engine == SERVER)
         # A power of two for each server, as tensor parallelism divides heads.
-        devices = (math.ceil(math.log2(max(engine_bytes(one, load) / usable, 1))) for one in served)
+        devices = (math.ceil(math.log2(max(of_engine(one, load) / usable, 1))) for one in served)
         made = Plan(choice, parts, needed, host is None or needed <= SHARE * host, share, sum(1 << n for n in devices))
         return made if made.peak[1] <= usable else replace(made, fits=False)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -22,10 +22,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd._compat.sharding import is_split_model, whole_shape
+from trl_opsd._compat.sharding import is_split_model, whole_numel, whole_shape
 from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
-from trl_opsd.models.weights import distinct, layer_list
 from trl_opsd.types import Length, OutputHead, Rollout
 from trl_opsd.types.rollout import RowImages
 
@@ -317,7 +316,29 @@ def logits_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
     return logits_BLV if head.softcap is None else head.softcap * torch.tanh(logits_BLV / head.softcap)
 
 
-# ---- Compiled layers ------------------------------------------------------------------------------------------------
+# ---- Layers ---------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module and of those inside it, each once."""
+    return distinct(chain(module.parameters(), module.buffers()))
+
+
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    """The `ModuleList` with the most numbers, which is that of the decoder layers; empty if there is none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=numbers_in, default=nn.ModuleList())  # if lists tie, the first is the outer one
+
+
+def numbers_in(module: nn.Module) -> int:
+    """Elements of all parameters and buffers inside a module, unsharded."""
+    return sum(map(whole_numel, tensors_of(module)))
+
+
+def distinct(things: Iterable[Any]) -> list[Any]:
+    """Each object once, in their order."""
+    return list({id(thing): thing for thing in things}.values())
+
 
 _VERSIONS = 64
 """Compiled versions of one layer's code that torch keeps before it computes eagerly: students and teachers of a family

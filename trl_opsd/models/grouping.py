@@ -1,9 +1,13 @@
-"""Groups rows into forward passes with little padding; knows lengths only."""
+"""Groups rows into forward passes with little padding, by their lengths and the memory that a token takes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import whole_shape
 
 Fits = Callable[[int, int], bool]
 """`fits(tokens, width)`: whether a pass may have so many tokens, padding included, in rows of that width."""
@@ -89,3 +93,21 @@ def equal_groups(lengths: Sequence[int], number: int, packed: bool = False) -> l
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """The row numbers, longest first; rows of equal length keep their order."""
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+
+def bytes_per_token(model: CausalLM) -> tuple[int, int]:
+    """Bytes of the activations of a token, and more for each token of its row, estimated from the config alone."""
+    # At once live ten vectors of the hidden width (residuals, norms in float32, attention), three of the inner width,
+    # and a byte of mask for each token of the row; eager attention also keeps its scores, twice in float32.
+    config = model.config.get_text_config()
+    hidden = _largest(config, "hidden_size") or whole_shape(model.get_output_embeddings().weight)[1]
+    inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden
+    heads = _largest(config, "num_attention_heads")
+    per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
+    return int(model.dtype.itemsize * (10 * hidden + 3 * inner)), per_pair
+
+
+def _largest(config: Any, name: str) -> int:
+    """A size from the config, 0 if missing, the largest if stated per layer."""
+    stated = getattr(config, name, None) or 0
+    return max(stated) if isinstance(stated, list | tuple) else int(stated)

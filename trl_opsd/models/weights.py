@@ -1,10 +1,9 @@
-"""Weights by name: samples, names in a checkpoint, decoder layers; a model from its config; the size of a cache."""
+"""Weights by name: samples, names in a checkpoint; a model from its config alone, and the memory that it will need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,17 +11,24 @@ import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trl_opsd._compat.peft import CausalLM, base_parameters
-from trl_opsd._compat.sharding import shard, whole, whole_numel
+from trl_opsd._compat.sharding import shard, whole
 from trl_opsd._compat.versions import CACHE
+from trl_opsd.models.backbone import model_shape
+from trl_opsd.models.grouping import bytes_per_token
 
 VALUES = 64
 """Maximum number of values sampled from one weight."""
+
+_BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
+"""Of an engine: maximum tokens in a forward pass, and bytes of CUDA graphs and workspace, an assumption."""
+SHARE = 0.9
+"""Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 
 Samples: TypeAlias = dict[str, Tensor]
 """Tensors of at most `VALUES` elements in host memory, by the weight's name in a checkpoint of the base model."""
@@ -151,25 +157,15 @@ def cached_numbers(model: PreTrainedModel, tokens: int) -> int:
     return found or tokens * cached_per_token(model.config)
 
 
-# ---- Modules --------------------------------------------------------------------------------------------------------
+def training_pass_bytes(model: CausalLM, tokens: int, checkpointing: bool) -> int:
+    """Bytes of activations of a training pass, estimated from the config alone."""
+    # What each layer keeps, or with checkpointing its input, and twice that of one layer for its gradients.
+    layer, inputs = bytes_per_token(model)[0], model_shape(model)[1] * model.dtype.itemsize
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
+    return int(tokens * (layers * (inputs if checkpointing else layer) + 2 * layer))
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of a module and of those inside it, each once."""
-    return distinct(chain(module.parameters(), module.buffers()))
-
-
-def layer_list(model: nn.Module) -> nn.ModuleList:
-    """The `ModuleList` with the most numbers, which is that of the decoder layers; empty if there is none."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=numbers_in, default=nn.ModuleList())  # if lists tie, the first is the outer one
-
-
-def numbers_in(module: nn.Module) -> int:
-    """Elements of all parameters and buffers inside a module, unsharded."""
-    return sum(map(whole_numel, tensors_of(module)))
-
-
-def distinct(things: Iterable[Any]) -> list[Any]:
-    """Each object once, in their order."""
-    return list({id(thing): thing for thing in things}.values())
+def engine_bytes(parameters: int, cached: int, of_token: int, logits: int, itemsize: int) -> dict[str, int]:
+    """Memory of an engine on a device, from numbers of `itemsize` bytes that it keeps there, and logits of all rows."""
+    activations = _BATCHED_TOKENS * of_token + 12 * logits + _OWN
+    return {"weights": itemsize * parameters, "cache": itemsize * cached, "activations": activations}

@@ -6,7 +6,6 @@ while others are being generated. What vLLM and SGLang name and do differently i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -68,7 +67,6 @@ class ServedRollout(SyncedRollout):
             self.server = server(args, http)
         self.name, self.block_size = f"the {server.kind.name}", self.server.block_size
         self._streams: WeakSet[Responses[Completion]] = WeakSet()
-        self._uses: Counter[tuple[int, int]] = Counter()
         self._run, self._adapters, self._is_closed = uuid4().hex[:12], 0, False
 
     def __str__(self) -> str:
@@ -107,7 +105,6 @@ class ServedRollout(SyncedRollout):
         self._device = device if self._mode == "adapter" else self._in_main(lambda: server.open(device)) or device
         logger.info(f"Weight sync with {self.name}: {self._mode!r}, because {why}.")
         self._base: Any = None
-        self._uses.clear()
         self._is_closed = False
         self.set_up(trainer, self, sampling, dtype)
 
@@ -197,6 +194,14 @@ class ServedRollout(SyncedRollout):
 
     # ---- Generation ---------------------------------------------------------------------------------------------
 
+    def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+        """As for every engine, with a seed for each row where generations have to repeat, from this process's state."""
+        options, args = super()._prepared(prompt_ids), self.args
+        # A server has a random state of its own; with seeds, vLLM has no fused sampler for `top_p` and `top_k`.
+        if self.trainer.model.training and not (args.deterministic or args.full_determinism):
+            return options
+        return [{"seed": int(torch.randint(2**63 - 1, ())), **own} for own in options]
+
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
         """Generates one completion for each prompt; processes may have different numbers of them. Collective."""
         with shared_errors():
@@ -218,31 +223,23 @@ class ServedRollout(SyncedRollout):
         return server.http.post_each(server.path, bodies, read)
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
-        """As for every rollout; raises `RuntimeError` if weights were sent before the last row was taken.
-
-        Each row has its own seed, from `seed`, `step`, its number among the rows of all processes, and how often rows
-        were generated at this step before, unless `generation_kwargs` has one.
-        """
+        """As for every rollout; raises `RuntimeError` if weights were sent before the last row was taken."""
         with self.session():
-            options = self._prepared(prompt_ids)
-            seeds = self._seeds(step, len(prompt_ids))
-            responses = self.write_each(
-                prompt_ids, [{"seed": seed, **own} for seed, own in zip(seeds, options, strict=True)]
-            )
+            responses = self.write_each(prompt_ids, self._prepared(prompt_ids))
         self._streams.add(responses)
         return Closable(self._checked(responses, prompt_ids, self._new_logprobs()), responses.close)
 
     def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Callable[[int, list[int]], list[int]]:
-        """As for every rollout. Each turn has its own seed, of its row and of the number of its tokens so far."""
+        """As for every rollout. Where a row has a seed, each turn has another, by the number of its tokens so far."""
         with self.session():
             options = self._prepared(prompt_ids)
-            seeds, known, limits = self._seeds(step, len(prompt_ids)), self._new_logprobs(), self.trainer.limits
+            known, limits, given = self._new_logprobs(), self.trainer.limits, "seed" in self._sampling
 
         def ask(number: int, ids: list[int]) -> list[int]:
-            begun = len(ids) - len(prompt_ids[number])
+            begun, own = len(ids) - len(prompt_ids[number]), options[number]
             room = min(limits.room(len(ids)), limits.completion - begun)
-            seed = derived_seed(seeds[number], begun)
-            responses = self.write_each([ids], [{"seed": seed, **options[number], "max_tokens": room}])
+            seed = {} if given or "seed" not in own else {"seed": derived_seed(own["seed"], begun)}
+            responses = self.write_each([ids], [{**own, **seed, "max_tokens": room}])
             self._streams.add(responses)
             ((_, found),) = self._checked(responses, [ids], known)
             return found
@@ -268,18 +265,6 @@ class ServedRollout(SyncedRollout):
     def _cancel_streams(self) -> None:
         for rows in list(self._streams):
             rows.close()
-
-    def _seeds(self, step: int, rows: int) -> list[int]:
-        """A seed for each row. Collective."""
-        # A second generation at a step, as in an evaluation, has other seeds than the first. After a resume the rows
-        # of a step are generated again.
-        at = (self.trainer.loads, step)
-        use = self._uses[at]
-        self._uses[at] += 1
-        accelerator = self.trainer.accelerator
-        counts = accelerator.gather(torch.tensor([rows], device=accelerator.device)).tolist()
-        first = sum(counts[: accelerator.process_index])
-        return [derived_seed(self.args.seed, step, use, first + row) for row in range(rows)]
 
 
 @contextmanager

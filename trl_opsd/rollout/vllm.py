@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from typing import Any, ClassVar
 
+import torch
 from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, gather_object, set_seed
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoConfig
 
+from trl_opsd._compat.sharding import whole_numel
+from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd._compat.vllm.engine import VLLMEngine, why_no_sleep_mode
 from trl_opsd._compat.vllm.supported import LORA_RANKS, why_no_adapter
 from trl_opsd.config import OPSDConfig
+from trl_opsd.models.backbone import model_shape
+from trl_opsd.models.grouping import bytes_per_token
+from trl_opsd.models.weights import SHARE, cached_per_token, engine_bytes, training_pass_bytes
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
@@ -98,6 +107,16 @@ class VLLMRollout(SyncedRollout):
         self._mode, why = chosen_sync(self.args.vllm_weight_sync, self.trainer.model, LORA_RANKS, against)
         logger.info(f"Weight sync with vLLM: {self._mode!r}, because {why}.")
 
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        """As for every rollout. Processes that share an engine sample with a random state that the first one draws."""
+        if self.args.vllm_tensor_parallel_size == 1:
+            return super().complete(prompt_ids, step)
+        drawn = int(torch.randint(2**32, ()))
+        with preserved_rng(self.trainer.accelerator.device):
+            # A seed for each row would do as well, but rules out vLLM's fused sampler for `top_p` and `top_k`.
+            set_seed(self.engine.gathered(drawn)[0])
+            return super().complete(prompt_ids, step)
+
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     def send_weights(self) -> int:
@@ -165,7 +184,7 @@ class VLLMRollout(SyncedRollout):
             "vocabulary": trainer.limits.vocabulary,
             "placeholders": tuple(trainer.placeholders),
             "model": trainer.model.name_or_path,
-            "revision": _revision(args),
+            "revision": (args.model_init_kwargs or {}).get("revision"),
             "tokenizer": self._tokenizer_folder.name,
             "dtype": self._dtype,
             "max_model_len": trainer.limits.context,
@@ -173,7 +192,7 @@ class VLLMRollout(SyncedRollout):
             "tensor_parallel_size": size,
             # Else all engines would sample with the same random numbers.
             "seed": trainer.accelerator.process_index // size,
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "gpu_memory_utilization": self._memory_share(rows * size),
             "model_impl": args.vllm_model_impl,
             "language_model_only": self._is_multimodal and not self.sees,
             "processor": trainer.processors.get("") if self.sees else None,
@@ -182,15 +201,57 @@ class VLLMRollout(SyncedRollout):
             **adapter,
         }
 
+    def _memory_share(self, rows: int) -> float:
+        """The engine's share of a device: where the option has TRL's default, up to what all these rows need at once.
+
+        Never less than the default, nor more than training leaves. Collective.
+        """
+        trainer, args, model, tokens = self.trainer, self.args, self.trainer.model, self.trainer.limits.context
+        device, stated = trainer.accelerator.device, args.vllm_gpu_memory_utilization
+        is_chosen = stated != DistillationConfig.vllm_gpu_memory_utilization
+        if is_chosen or device.type == "cpu" or tokens is None:
+            return stated
+        size, sleeps = args.vllm_tensor_parallel_size, args.vllm_enable_sleep_mode
+        heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or size
+        needed = engine_bytes(
+            sum(map(whole_numel, model.parameters())) // size,
+            rows * tokens * cached_per_token(model.config) // min(size, heads),  # a device has a head at least
+            bytes_per_token(model)[0],
+            rows * model_shape(model)[0],
+            self._dtype.itemsize,
+        )
+        clear_device_cache(garbage_collection=True)
+        free, memory = torch.accelerator.get_memory_info(device)
+        kind, shards = trainer.accelerator.distributed_type, trainer.accelerator.num_processes
+        # In float32 gradients, two moments, and DeepSpeed's weights or DDP's copy; and weights that are to come here.
+        states = 16 * sum(whole_numel(one) for one in model.parameters() if one.requires_grad)
+        absent = sum(one.nbytes for one in model.parameters() if one.device.type != device.type)
+        trains = states // (shards if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP) else 1)
+        trains += absent // (shards if kind == DistributedType.FSDP else 1)
+        if not sleeps:
+            micro_batch = args.per_device_train_batch_size * tokens
+            trains += training_pass_bytes(model, micro_batch, bool(getattr(args, CHECKPOINTING)))
+            free *= args.teacher_offload == "none"  # else it holds weights of another size, too
+        wanted = math.ceil(100 * sum(needed.values()) / memory) / 100
+        most = math.floor(100 * (min(gather_object([free])) - trains) / memory) / 100 - (1 - SHARE)
+        share = max(stated, min(wanted, round(most, 2)))
+        parts = ", ".join(f"{nbytes / 1e9:.1f} GB of {name}" for name, nbytes in needed.items())
+        said = f"vLLM gets {share} of a device, and needs {wanted} for {rows} rows of {tokens} tokens at once: {parts}."
+        if share < wanted:
+            remedy = "fewer rows, or a lower `vllm_max_model_length`" if sleeps else "`vllm_enable_sleep_mode=True`"
+            said += f" Rows will queue: set {remedy}."
+        (logger.warning if share < wanted else logger.info)(said)
+        return share
+
 
 def _checked_checkpoint(trainer: Host) -> Any:
     """The config of the student's checkpoint, which vLLM builds its model from; it must fit the student."""
     args, model = trainer.args, trainer.model
-    path = model.name_or_path
+    path, revision = model.name_or_path, (args.model_init_kwargs or {}).get("revision")
     where = f"The checkpoint at the student's `name_or_path` {path!r}"
     remedy = "save the student with `model.save_pretrained(folder)` and set `model.name_or_path = folder`."
     try:
-        found = AutoConfig.from_pretrained(path, revision=_revision(args), trust_remote_code=args.trust_remote_code)
+        found = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{where}, from which vLLM builds its model, cannot be loaded: {remedy}") from error
     if getattr(found, "quantization_config", None):
@@ -200,8 +261,3 @@ def _checked_checkpoint(trainer: Host) -> Any:
         if ours != theirs:
             raise ValueError(f"{where} has {name}={theirs!r}, but the student has {ours!r}: {remedy}")
     return found
-
-
-def _revision(args: OPSDConfig) -> str | None:
-    revision: str | None = (args.model_init_kwargs or {}).get("revision")
-    return revision

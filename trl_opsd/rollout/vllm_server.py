@@ -19,11 +19,12 @@ import torch
 from accelerate.utils import patch_environment
 from safetensors.torch import save_file
 
-from trl_opsd._compat.http import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
+from trl_opsd._compat.http import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at, warn_in_main
 from trl_opsd._compat.peft import CausalLM, Weight, is_peft, without_peft
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd._compat.urls import ROLLOUT_TOKEN, is_this_machine, url_of
 from trl_opsd._compat.values import pydantic
+from trl_opsd._compat.versions import untested
 from trl_opsd._compat.vllm.supported import HEAD, may_have_head, why_no_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
@@ -52,6 +53,10 @@ class _Info(Schema):
     block_size: Count = at("vllm_config", "cache_config", "block_size")
     weight_transfer_config: Any = at("vllm_config", "weight_transfer_config", default=None)
     max_lora_rank: Count | None = at("vllm_config", "lora_config", "max_lora_rank", default=None)
+
+
+class _Version(Schema):
+    version: str
 
 
 class _WorldSize(Schema):
@@ -110,6 +115,9 @@ class VLLMServer:
     def __init__(self, args: OPSDConfig, http: HTTPClient) -> None:
         """Reads its configuration; a `ValueError` if it can be sent neither weights nor adapters."""
         self._args, self.http = args, http
+        about = http.get("/version")
+        if about.status == 200 and (warning := untested({"vllm": about.parse(_Version).version})):
+            warn_in_main(f"The server at {http.url} has another vLLM. {warning}")
         model = http.get("/v1/models").parse(_Models)
         self._model, self.context = model.first, model.context
         response = http.get("/server_info", params={"config_format": "json"})

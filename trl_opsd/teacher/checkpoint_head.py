@@ -23,10 +23,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.http import warn_in_main
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.models.backbone import backbone_of
+from trl_opsd.models.backbone import backbone_of, layer_list
 from trl_opsd.models.checks import place_of
 from trl_opsd.models.probes import Probed, check_head
-from trl_opsd.models.weights import as_saved, layer_list
+from trl_opsd.models.weights import as_saved
 from trl_opsd.types import OutputHead
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

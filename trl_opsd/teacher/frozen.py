@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, distributed
@@ -25,12 +25,11 @@ from trl_opsd.models.backbone import (
     completion_hidden,
     context_of,
     has_varlen,
-    model_shape,
     padded_hidden,
     preserved_mode,
 )
 from trl_opsd.models.checks import check_on_device, described
-from trl_opsd.models.grouping import cheapest_groups, fewest_groups
+from trl_opsd.models.grouping import bytes_per_token, cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.probes import Probed, check_head, check_packing, find_batching
 from trl_opsd.models.weights import Samples, sampled
@@ -200,35 +199,17 @@ def pass_groups(
     if not policy.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # one pass per row, as processes must run equally many
     kind = "cpu" if device.type == "cpu" else "accelerator"
-    vectors, first = (bytes_per_token(model, width) for width in (0, 1))  # once, as reading a config is slow
+    vectors, of_pair = bytes_per_token(model)  # once, as reading a config is slow
 
     def fits(tokens: int, width: int) -> bool:
         # Of a token of the prefix each row has keys and values, repeated for all heads: a quarter of a token's vectors.
-        in_all = tokens * (vectors + (first - vectors) * (before + width)) + tokens / width * before / 4 * vectors
+        in_all = tokens * (vectors + of_pair * (before + width)) + tokens / width * before / 4 * vectors
         return tokens <= MOST_TOKENS[kind] and in_all <= pass_bytes
 
     if policy.packed:
         return fewest_groups(lengths, fits, packed=True)
     # On an accelerator copies of weights hide only behind passes as large as possible: the fewest passes win.
     return cheapest_groups(lengths, fits, math.inf if passes_are_costly and kind != "cpu" else BUSY_TOKENS[kind])
-
-
-def bytes_per_token(model: CausalLM, width: int) -> int:
-    """Bytes of the activations of a token in a row of `width` tokens, estimated from the config alone."""
-    # At once live ten vectors of the hidden width (residuals, norms in float32, attention), three of the inner width,
-    # and a byte of mask for each token of the row; eager attention also keeps its scores, twice in float32.
-    config = model.config.get_text_config()
-    hidden = _largest(config, "hidden_size") or model_shape(model)[1]
-    inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden
-    heads = _largest(config, "num_attention_heads")
-    per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
-    return int(model.dtype.itemsize * (10 * hidden + 3 * inner) + per_pair * width)
-
-
-def _largest(config: Any, name: str) -> int:
-    """A size from the config, 0 if missing, the largest if stated per layer."""
-    stated = getattr(config, name, None) or 0
-    return max(stated) if isinstance(stated, list | tuple) else int(stated)
 
 
 class FrozenTeacher(Teacher):

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from trl_opsd._compat.deepspeed import SplitReader, reader_config
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.models.backbone import Run, call
-from trl_opsd.models.weights import distinct, layer_list, numbers_in, tensors_of
+from trl_opsd.models.backbone import Run, call, distinct, layer_list, numbers_in, tensors_of
 from trl_opsd.teacher.frozen import Placement, max_over_processes
 from trl_opsd.types import OutputHead
 from trl_opsd.types.targets import has_streams

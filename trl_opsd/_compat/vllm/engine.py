@@ -88,14 +88,10 @@ class VLLMEngine:
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
         """Generates one completion for each prompt, with arguments of `vllm.SamplingParams` for each.
 
-        Processes that share an engine may have different numbers of prompts.
+        Processes that share an engine may have different numbers of prompts, but need one random state: each samples
+        the rows of all.
         """
-        if self._sharing.world_size > 1:  # each samples the rows of all, but has a random state of its own
-            options = [
-                one if one.get("seed") is not None else {**one, "seed": int(torch.randint(2**63 - 1, ()))}
-                for one in options
-            ]
-        by_process = self._gathered(list(zip(map(_prompt, prompt_ids), options, strict=True)))
+        by_process = self.gathered(list(zip(map(_prompt, prompt_ids), options, strict=True)))
         rows = [row for of_one in by_process for row in of_one]
         outputs = self._llm.generate(
             [prompt for prompt, _ in rows],
@@ -104,7 +100,7 @@ class VLLMEngine:
             lora_request=self._adapter,
         )
         drawn = hash(tuple(tuple(output.outputs[0].token_ids) for output in outputs))
-        if any(other != drawn for other in self._gathered(drawn)):
+        if any(other != drawn for other in self.gathered(drawn)):
             raise RuntimeError(
                 "Processes that share a vLLM engine sampled different tokens, so each continued other rows than the "
                 "rest: set `vllm_tensor_parallel_size=1`, or `vllm_mode='server'`."
@@ -112,7 +108,7 @@ class VLLMEngine:
         first = sum(map(len, by_process[: self._sharing.rank_in_group]))
         return [_written(output) for output in outputs[first : first + len(prompt_ids)]]
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any) -> list[Any]:
         """What each of the processes that share this engine has, by rank. Collective."""
         found = [value] * self._sharing.world_size
         if len(found) > 1:
@@ -167,9 +163,11 @@ class VLLMEngine:
         """Replaces the adapter, from memory: A [r, in], B [out, r] and the scaling of B A, by the name of the layer."""
         named = {self._named(name): factors for name, factors in layers.items()}
         built = {  # of copies, because vLLM multiplies B by the scaling in place
-            name: LoRALayerWeights(name, a.size(0), 0, a.cpu().clone(), b.cpu().clone(), scaling)
+            name: LoRALayerWeights(name, a.size(0), 0, _sent_to_host(a), _sent_to_host(b), scaling)
             for name, (a, b, scaling) in named.items()
         }
+        if torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()  # once, for all copies
         rank = max(weights.rank for weights in built.values())
         self._arriving = LoRAModel(1, rank, built)
         self._llm.llm_engine.add_lora(LoRARequest("student", 1, "memory", load_inplace=True))
@@ -210,6 +208,12 @@ class VLLMEngine:
     @property
     def _lora_manager(self) -> Any:
         return self._worker.model_runner.lora_manager
+
+
+def _sent_to_host(part: Tensor) -> Tensor:
+    """A copy in host memory; one from a device is pinned, and complete when the device's current stream is."""
+    copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type != "cpu")
+    return copy.copy_(part, non_blocking=True)
 
 
 def _expert_kernels(model: Any) -> dict[Any, Any]:
