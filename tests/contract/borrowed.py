@@ -57,6 +57,8 @@ BORROWED = {
     "accelerate/optimizer.py": "_is_overflow",
     "accelerate/state.py": "_set_sync_gradients _shared_state",
     "datasets/arrow_dataset.py": "_indices",
+    "torch/__init__.py": "_dynamo",
+    "torch/_dynamo/config.py": "recompile_limit",
     "torch/distributed/distributed_c10d.py": "_new_process_group_helper _world",
     "torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py": "_CHECKPOINT_PREFIX",
     f"{_FSDP}/_fully_shard.py": "_get_fsdp_state",
