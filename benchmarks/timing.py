@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Name = TypeVar("Name", bound=Hashable)
@@ -68,10 +67,10 @@ def allocated(run: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
-def busy(profiler: profile, kind: DeviceType = DeviceType.CUDA) -> float | None:
+def busy(profiler: Any, kind: str = "CUDA") -> float | None:
     """Seconds in which at least one kernel or copy runs on a device, or `None` if the profiler saw none."""
     events = profiler.profiler.kineto_results.events()
-    seen = [one for one in events if one.device_type() == kind and not one.is_user_annotation()]
+    seen = [one for one in events if one.device_type().name == kind and not one.is_user_annotation()]
     total = end = 0
     for begin, size in sorted((one.start_ns(), one.duration_ns()) for one in seen):
         total += max(begin + size - max(begin, end), 0)
