@@ -101,14 +101,7 @@ def steps(found: Findings) -> None:
 
 def compiled(found: Findings) -> None:
     """The same steps with the decoder layers of both models compiled, and with eager ones."""
-    try:
-        layers = _trained(Ours, torch.bfloat16, found, torch_compile=True)
-    except ValueError as error:
-        if "torch_compile" not in str(error):
-            raise
-        found.skip("all", str(error).strip())
-        return
-    eager = _trained(Ours, torch.bfloat16, found)
+    layers, eager = (_trained(Ours, torch.bfloat16, found, torch_compile=compiles) for compiles in (True, False))
     found.at_most("graphs of the layers of both models", layers["graphs"], 2 * GRAPHS)
     found.note("added to building and training, for compiling", layers["all"] - eager["all"], "s")
     found.at_most("difference of the losses, relative to eager ones", _gap(layers, eager), GAPS[torch.bfloat16])

@@ -96,7 +96,7 @@ def seen(how: Callable[..., Any], names: tuple[str, ...]) -> dict[str, list[dict
 def test_a_check_at_toy_size_passes(how, names, name):
     """On a simulated accelerator, else its first run on a GPU would end where it breaks; or on the CPU."""
     found = seen(how, names)[name]
-    assert len(found) > 2 or found[0]["verdict"] == "SKIP"
+    assert len(found) > 2
     assert not [one for one in found if one["verdict"] == "FAIL"]
 
 
