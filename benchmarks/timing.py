@@ -65,3 +65,14 @@ def allocated(run: Callable[[], Any], device: torch.device) -> int:
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+def busy(profiler: Any, kind: str = "CUDA") -> float | None:
+    """Seconds in which at least one kernel or copy runs on a device, or `None` if the profiler saw none."""
+    events = profiler.profiler.kineto_results.events()
+    seen = [one for one in events if one.device_type().name == kind and not one.is_user_annotation()]
+    total = end = 0
+    for begin, size in sorted((one.start_ns(), one.duration_ns()) for one in seen):
+        total += max(begin + size - max(begin, end), 0)
+        end = max(end, begin + size)
+    return total / 1e9 if seen else None

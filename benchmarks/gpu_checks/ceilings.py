@@ -8,6 +8,14 @@ from timing import median
 from gpu_checks.findings import Findings
 
 
+def machine(found: Findings) -> None:
+    """What there is. A process that cannot use the GPU ends here."""
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    found.note("torch", torch.__version__)
+    found.note("bytes", gpu and gpu.total_memory)
+    found.note("gpu", gpu and gpu.name)
+
+
 def ceilings(found: Findings) -> None:
     if found.on_gpu:
         free, total = torch.accelerator.get_memory_info()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import qwen2
 from peft import LoraConfig
 from support import tiny
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from gpu_checks.findings import Findings
 from trl_opsd import OPSDTrainer
@@ -91,19 +91,10 @@ def _check(found: Findings, lora: LoraConfig | None) -> None:
 
 def _student(found: Findings, dtype: torch.dtype, folder: str) -> Any:
     """Four layers of 1.5B shape, saved as a checkpoint: what an engine is built from."""
-    sizes = (1536, 8960, 4, 12, 2, 151936) if found.on_gpu else (64, 128, 2, 2, 2, 320)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = Qwen2Config(
-        **dict(zip((*names, "vocab_size"), sizes, strict=True)),
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    with torch.device(found.device):
-        student = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    width, inner, layers, heads, vocabulary = (1536, 8960, 4, 12, 151936) if found.on_gpu else (64, 128, 2, 2, 320)
+    shape = {"intermediate_size": inner, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    shape |= {"tie_word_embeddings": True}
+    student = qwen2(width, layers, vocabulary, heads=heads, dtype=dtype, on=found.device, **shape)
     path = Path(folder) / "student"
     student.save_pretrained(path)
     student.name_or_path = str(path)

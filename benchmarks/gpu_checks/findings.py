@@ -12,6 +12,11 @@ DONE = {"done": True}
 """The last line of a check that came to its end."""
 
 
+def finding(what: str, verdict: str, measured: Any, limit: str = "", unit: str = "") -> dict[str, Any]:
+    """What is known of one measurement."""
+    return {"what": what, "verdict": verdict, "measured": measured, "limit": limit, "unit": unit}
+
+
 class Findings:
     """Writes findings as lines of JSON: `what`, `verdict`, `measured`, `limit`.
 
@@ -64,7 +69,7 @@ class Findings:
     def _write(self, what: str, verdict: str, measured: Any, limit: str = "", unit: str = "") -> None:
         if isinstance(measured, float) and not math.isfinite(measured):
             measured = str(measured)  # JSON has no NaN
-        self._append({"what": what, "verdict": verdict, "measured": measured, "limit": limit, "unit": unit})
+        self._append(finding(what, verdict, measured, limit, unit))
 
     def _append(self, line: dict[str, Any]) -> None:
         with self._path.open("a") as lines:
@@ -82,7 +87,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], bool]:
         if one == DONE:
             done = True
         elif isinstance(one, dict) and one.get("verdict") in (PASS, FAIL, SKIP, NOTE):
-            found.append({"measured": None, "limit": "", "unit": "", "what": "unnamed", **one})
+            found.append({**finding("unnamed", FAIL, None), **one})
         else:
-            found.append({"what": "unreadable", "verdict": FAIL, "measured": line[:80], "limit": "", "unit": ""})
+            found.append(finding("unreadable", FAIL, line[:80]))
     return found, done

@@ -6,15 +6,20 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import loss
 import torch
-from support.byte_languages import dense_byte_logarithms
+from datasets import Dataset
+from support import tiny
+from support.byte_languages import byte_pairs
 from timing import median
 
 from gpu_checks.findings import Findings
 from gpu_checks.losses import SHARED, SHARED_TOY, sizes
+from gpu_checks.pictures import trained
+from trl_opsd import FixedRollout
 from trl_opsd.bytes.covering import Cutter, Nodes
 from trl_opsd.bytes.divergence import Bytewise, byte_logarithms
 from trl_opsd.bytes.table import Spelled, byte_head
@@ -25,10 +30,11 @@ from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
 THIRD = 1.8
 """Time with a contrast over that without. A second teacher's states are one more T and another 8 bytes written and read
 of each logit: 37 + 11 + 7 ms are 1.5 of it."""
-FLOOR = 1e-6
-"""Added to the probability of each outcome."""
 BYTES = 3.0
 """Time by bytes over that by tokens: 3S, and 46 bytes moved for each logit, are computed as about 40 ms, over 37."""
+
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+"""The text that rows have, and that both tokenizers have learned."""
 
 
 def contrast(found: Findings) -> None:
@@ -79,28 +85,52 @@ class Alone(Cutter):
 
 
 def by_bytes(found: Findings) -> None:
-    """A student of another tokenizer than its teacher's: next-byte distributions against float64, and their time."""
+    _loss_by_bytes(found)
+    _forks(found)
+
+
+def _forks(found: Findings) -> None:
+    """Steps in which both models are read where their tokens may part from the text's, and in which they are not."""
+    mine, yours = byte_pairs(700, start=3000), byte_pairs(900)
+    rows, letters, width = (4, 1000, 512) if found.full else (2, 40, 32)
+    text, prompts = LICENSE.read_text(), [f"Question {row}" for row in range(rows)]
+    texts = [text[letters * row :][:letters] for row in range(rows)]
+    written = zip(map(tuple, mine(prompts)["input_ids"]), mine(texts)["input_ids"], strict=True)
+    recorded, times, losses = dict(written), {}, {}
+    for name, missed, use_cpu in (("forks", 0.01, False), ("no forks", 1.0, False), ("forks, on the CPU", 0.01, True)):
+        options = {"cross_tokenizer": "bytes", "cross_tokenizer_missed": missed, "max_completion_length": letters}
+        trainer = trained(
+            use_cpu or not found.on_gpu,
+            {**options, "per_device_train_batch_size": rows},
+            model=tiny.qwen2(width, vocab_size=len(mine), max_position_embeddings=2048),
+            teacher_model=tiny.qwen2(width, 1, vocab_size=len(yours), max_position_embeddings=2048),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=mine,
+            teacher_processing_class=yours,
+            rollout=FixedRollout(recorded),
+        )
+        losses[name], times[name] = tiny.logged(trainer, "loss"), min(tiny.logged(trainer, "step_time")[1:])
+        found.note(f"steps by bytes, {name}: time", 1e3 * times[name], "ms")
+        if name == "forks":
+            found.at_least("forks of each of the student's tokens", tiny.logged(trainer, "cross/forks")[-1], 1e-3)
+    gap = max(abs(a - b) / b for a, b in zip(losses["forks"], losses["forks, on the CPU"], strict=True))
+    found.at_most("forks: difference of the losses, relative to the CPU's", gap, 1e-3)
+    found.note("forks: time of a step over that without", times["forks"] / times["no forks"])
+
+
+def _loss_by_bytes(found: Findings) -> None:
+    """A student of another tokenizer than its teacher's, and a vocabulary of full size: the time of the loss."""
     device, generator = torch.device(found.device), torch.Generator().manual_seed(0)
     texts: set[bytes] = {bytes([one]) for one in range(256)}
     while len(texts) < (SHARED[2] if found.full else SHARED_TOY[2] + 256):
         texts.add(bytes(torch.randint(97, 123, (int(torch.randint(2, 9, (), generator=generator)),)).tolist()))
-    few = sorted(texts)[:: max(1, len(texts) // 300)]
-    for some, tokens, dtype in ((few, 24, torch.float32), (sorted(texts), 8192 if found.full else 64, torch.bfloat16)):
-        vocabulary = ByteVocabulary(SimpleNamespace(), (None, *some), frozenset({0}))  # type: ignore[arg-type]
-        args = sizes(found, tokens=tokens, vocab=len(some) + 1, dtype=dtype)
-        student, teacher = loss.make_pair(args, tokens, False)
-        ids = torch.randint(1, args.vocab, (tokens,), generator=generator)
-        (tree,) = Alone(vocabulary).trees([ids.tolist()])
-        spelled = Spelled.of([tree], [torch.zeros(len(tree.token))], [0], torch.arange(tokens))
-        logs, _ = byte_logarithms(student, vocabulary.table, ids.to(device), spelled)
-        if dtype == torch.float32:
-            logits = (student.hidden.detach().double() @ student.head.weight.detach().double().T).cpu()
-            begins = torch.searchsorted(torch.from_numpy(tree.token), torch.arange(tokens)).tolist()
-            nodes = [(place, [(one, int(ids[one])) for one in range(at)]) for at, place in enumerate(begins)]
-            outcomes = [byte for one in vocabulary.spelled(ids.tolist()) for byte in one or ()]
-            expected = dense_byte_logarithms(logits, vocabulary.texts, outcomes, nodes, FLOOR)
-            error = float((logs.cpu() - expected).abs().max())
-            found.at_most("by bytes, float32: error of logarithms", error, 1e-4, "nats")
+    vocabulary = ByteVocabulary(SimpleNamespace(), (None, *sorted(texts)), frozenset({0}))  # type: ignore[arg-type]
+    args = sizes(found, vocab=len(texts) + 1)
+    student, teacher = loss.make_pair(args, args.tokens, False)
+    ids = torch.randint(1, args.vocab, (args.tokens,), generator=generator)
+    (tree,) = Alone(vocabulary).trees([ids.tolist()])
+    spelled = Spelled.of([tree], [torch.zeros(len(tree.token))], [0], torch.arange(args.tokens))
+    logs, _ = byte_logarithms(student, vocabulary.table, ids.to(device), spelled)
     given = ReverseKL(), vocabulary.table, spelled, Sampled(ids.to(device)), None, 1.0
     programs = {
         "bytes": lambda one, other: (

@@ -1,13 +1,12 @@
-"""Rows with pictures: losses on the device and on the CPU, and the host's seconds for pictures of a megapixel."""
+"""Rows with pictures: losses on the device and on the CPU."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
+from typing import Any
 from unittest.mock import patch
 
-import torch
 from support import tiny, vision_language
 
 from gpu_checks.findings import Findings
@@ -30,29 +29,19 @@ def pictures(found: Findings) -> None:
     gap = max(abs(a - b) / abs(b) for a, b in zip(here, cpu, strict=True))
     found.at_most("difference of the losses, relative to the CPU's", gap, 1e-3)
     found.at_least("the loss moves by", max(here) - min(here), 1e-5, "nats")
-    words = vision_language.processor("qwen2_5_vl", unit=14)
-    side = 1008 if found.full else 112
-    several = [vision_language.picture(number, side, side) for number in range(4)]
-    start = time.perf_counter()
-    pixels = words.image_processor(several, return_tensors="pt")["pixel_values"]
-    found.note("a picture of 1 MP: the processor's time", 1e3 * (time.perf_counter() - start) / len(several), "ms")
-    if found.on_gpu:
-        start = time.perf_counter()
-        pixels.to(torch.device(found.device))
-        torch.accelerator.synchronize()
-        found.note("its copy to the device", 1e3 * (time.perf_counter() - start) / len(several), "ms")
 
 
 def _losses(use_cpu: bool) -> list[float]:
+    given = {**vision_language.arguments("qwen2_5_vl"), "train_dataset": vision_language.rows(NUMBERS)}
+    trainer = trained(use_cpu, {"gradient_accumulation_steps": 2}, **given, rollout=Answering({}))
+    return tiny.logged(trainer, "loss")
+
+
+def trained(use_cpu: bool, options: dict[str, Any], **given: Any) -> OPSDTrainer:
+    """A trainer that has trained, on the device or on the CPU."""
     # accelerate takes the device of its environment even with `use_cpu`
     of_cpu = {"ACCELERATE_TORCH_DEVICE": "cpu"} if use_cpu else {}
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, of_cpu):
-        given = vision_language.arguments("qwen2_5_vl")
-        trainer = OPSDTrainer(
-            **given,
-            args=tiny.config(folder, use_cpu=use_cpu, gradient_accumulation_steps=2),
-            train_dataset=vision_language.rows(NUMBERS),
-            rollout=Answering({}),
-        )
+        trainer = OPSDTrainer(**given, args=tiny.config(folder, use_cpu=use_cpu, **options))
         trainer.train()
-    return tiny.logged(trainer, "loss")
+    return trainer

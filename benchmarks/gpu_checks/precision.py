@@ -33,7 +33,7 @@ def _waits(found: Findings) -> None:
     """On other devices `tests/device/test_simulated.py` counts them, on a simulated one."""
     device = torch.device(found.device)
     if device.type != "cuda":
-        found.skip("waits between forward and backward", "torch warns of them with CUDA only")
+        found.skip("waits in forward and backward passes", "torch warns of them with CUDA only")
         return
     watch, number = Waits(), torch.ones(1, device=device)
     with watch.active():
@@ -52,12 +52,14 @@ def _waits(found: Findings) -> None:
         )
         each = waits_of_each_micro_batch(trainer)
     found.equal("micro-batches watched for waits", len(each), 6)
-    for waited in each[2:]:  # the first step compiles the kernel and looks at the first gradient
-        found.at_most(f"waits between forward and backward: {', '.join(waited) or 'none'}", len(waited), 1)
+    for number, waited in enumerate(each[2:]):  # the first step compiles the kernel and looks at the first gradient
+        # transformers looks for packed rows, and the second and last micro-batch of a step reads its sums
+        what = f"waits in the passes of micro-batch {number % 2}: {', '.join(waited) or 'none'}"
+        found.at_most(what, len(waited), 1 + number % 2)
 
 
 def waits_of_each_micro_batch(trainer: OPSDTrainer) -> list[list[str]]:
-    """Trains, and returns what the host waits for from each of the student's forward passes to its backward pass."""
+    """Trains, and returns what the host waits for in each of the student's forward passes and its backward pass."""
     watch, each, backward = Waits(), list[list[str]](), trainer.accelerator.backward
 
     def backward_and_stop(*args: Any, **kwargs: Any) -> None:
@@ -68,7 +70,7 @@ def waits_of_each_micro_batch(trainer: OPSDTrainer) -> list[list[str]]:
         if trainer.model.training:
             watch.start()
 
-    hook = trainer.model.get_decoder().register_forward_hook(start)
+    hook = trainer.model.get_decoder().register_forward_pre_hook(start)
     try:
         with watch.active(), patch.object(trainer.accelerator, "backward", backward_and_stop):
             trainer.train()

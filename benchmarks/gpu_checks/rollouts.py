@@ -19,16 +19,26 @@ FASTER = 5.0
 """Times TRL's speed, compiled, in batches of 1 to 8."""
 
 
+def generation(found: Findings) -> None:
+    """Plain steps, with rows of lengths that differ."""
+    _greedy(found, compiled=False)
+    _speeds(found, "ragged", (32,) if found.full else (2,), compiled=False)
+
+
 def rollouts(found: Findings) -> None:
-    _greedy(found)
-    shape: dict[str, Any] = {"width": 1536, "layers": 28, "heads": 12, "key_value_heads": 2, "vocab": 151936}
-    batches = (8, 1)
+    """Compiled steps; the largest batch first, as smaller ones take its cache."""
+    _greedy(found, compiled=found.full)
+    _speeds(found, "even", (8, 1) if found.full else (2, 1), compiled=found.full)
     if not found.full:
-        shape, batches = {"width": 64, "layers": 1, "heads": 2, "key_value_heads": 1, "vocab": 128}, (2, 1)
-    args = _arguments(found, **shape, dtype=torch.bfloat16, tokens=64 if found.full else 16)
+        found.skip("compiled", "compiling takes minutes on a CPU; tests/rollout/test_hf_decode.py has its tokens")
+
+
+def _speeds(found: Findings, lengths: str, batches: tuple[int, ...], compiled: bool) -> None:
+    tokens = 16 if not found.full else 128 if lengths == "ragged" else 64
+    args = _arguments(found, 28, 151936, dtype=torch.bfloat16, tokens=tokens, compiled=compiled)
     engines = dict(benchmark.engines(benchmark.make_model(args), args))
-    for batch in batches:  # the largest first: smaller ones take its cache
-        prompt_ids, wanted = benchmark.make_prompts(args, batch, "even")
+    for batch in batches:
+        prompt_ids, wanted = benchmark.make_prompts(args, batch, lengths)
         seconds: dict[str, float] = {}
         for name, engine in engines.items():
             first = benchmark.timed(engine, prompt_ids, wanted)
@@ -38,22 +48,17 @@ def rollouts(found: Findings) -> None:
                 found.note(f"batch {batch}, compiled: time of the first rollout", first, "s")
                 found.equal(f"batch {batch}, compiled: recorded after the first rollout", dict(counted), {})
         for name, spent in seconds.items():
-            found.note(f"batch {batch}, {name}: tokens per second", sum(wanted) / spent)
-            case, ratio = f"batch {batch}, {name}: speed over TRL's", seconds["trl"] / spent
+            found.note(f"batch {batch}, {lengths}, {name}: tokens per second", sum(wanted) / spent)
+            case, ratio = f"batch {batch}, {lengths}, {name}: speed over TRL's", seconds["trl"] / spent
             if name == "compiled":
                 found.at_least(case, ratio, FASTER, "x", only_gpu=True)
             elif name == "ours":
                 found.note(case, ratio, "x")
-    if not found.full:
-        found.skip("compiled", "compiling takes minutes on a CPU; tests/rollout/test_hf_decode.py has its tokens")
 
 
-def _greedy(found: Findings) -> None:
+def _greedy(found: Findings, compiled: bool) -> None:
     """Two layers in float32, where no rounding decides between two tokens; rows leave one after the other."""
-    shape = {"width": 1536, "layers": 2, "heads": 12, "key_value_heads": 2, "vocab": 32000}
-    if not found.full:
-        shape = {"width": 64, "layers": 1, "heads": 2, "key_value_heads": 1, "vocab": 128}
-    args = _arguments(found, **shape, dtype=torch.float32, tokens=48)
+    args = _arguments(found, 2, 32000, dtype=torch.float32, tokens=48, compiled=compiled)
     prompt_ids, _ = benchmark.make_prompts(args, 4, "ragged")
     engines = dict(benchmark.engines(benchmark.make_model(args), args, do_sample=False))
     plain = engines.pop("trl")(prompt_ids)
@@ -64,9 +69,12 @@ def _greedy(found: Findings) -> None:
             found.equal(f"greedy, {name}, {time} rollout: rows equal to generate's", same, len(plain))
 
 
-def _arguments(found: Findings, **given: Any) -> argparse.Namespace:
+def _arguments(found: Findings, layers: int, vocab: int, **given: Any) -> argparse.Namespace:
     """Arguments of `benchmarks/rollout.py`."""
-    return argparse.Namespace(device=found.device, compiled=found.full, vllm=False, prompt_tokens=32, **given)
+    width, heads, groups = (1536, 12, 2) if found.full else (64, 2, 1)
+    layers, vocab = (layers, vocab) if found.full else (1, 128)
+    shape = {"width": width, "layers": layers, "heads": heads, "key_value_heads": groups, "vocab": vocab}
+    return argparse.Namespace(device=found.device, vllm=False, prompt_tokens=32, **shape, **given)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whole optimizer steps: against TRL's on the same completions, and continued from a checkpoint."""
+"""Whole optimizer steps: against TRL's on the same completions, compiled, and continued from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import gc
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,23 @@ import teacher as benchmark
 import torch
 from datasets import Dataset
 from support import tiny
+from support.witnessed_run import Watched, Witness
+from timing import busy
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
 
 from gpu_checks.findings import Findings
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.loop.step_stats import PhaseClock
 
 STEPS = 5
+"""The first compiles kernels, and the last is watched; the time of a step is the median of those between."""
+WHAT = {"step": "a step", "busy": "a step in which the GPU computes", "scoring": "a step in which the teacher scores"}
+GAPS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Largest difference of the losses of two programs, relative to them."""
+GRAPHS = 3
+"""Of each kind of layer, whatever the lengths of rows are."""
 PEAK = 1.1
 """Of TRL's. Of 12 GB, tiles of 1.5 % of the GPU's memory may be 0.4 GB more than TRL's: 1.03."""
 
@@ -32,84 +38,47 @@ PEAK = 1.1
 # ---- Against TRL ----------------------------------------------------------------------------------------------------
 
 
-class Peaks:
-    """The largest number of bytes allocated on the GPU in each phase, without phases nested inside it."""
+class Stopwatch(TrainerCallback):
+    """Seconds of each optimizer step, until the device is done, and how long the GPU computes in the last one."""
 
     def __init__(self) -> None:
-        self.bytes: dict[str, int] = defaultdict(int)
-        self._inside = ["optimizer"]
+        self.steps: list[float] = []
+        self.busy: float | None = None
+        self._start, self._profiler = 0.0, profile(activities=[ProfilerActivity.CUDA])
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self.note()
-        self._inside.append(phase)
-        try:
-            yield
-        finally:
-            self.note()
-            self._inside.pop()
-
-    def note(self) -> None:
-        if torch.accelerator.is_available():
-            phase = self._inside[-1]
-            self.bytes[phase] = max(self.bytes[phase], torch.accelerator.max_memory_allocated())
-            torch.accelerator.reset_peak_memory_stats()
-
-
-class Stopwatch(TrainerCallback):
-    """The seconds of each optimizer step, until the device is done; phases count from the second step on."""
-
-    def __init__(self, clock: PhaseClock) -> None:
-        self.seconds: list[float] = []
-        self._clock, self._start = clock, 0.0
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._start = self._now()
+    def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self._last = torch.cuda.is_available() and state.global_step + 1 == args.max_steps
+        if self._last:
+            self._profiler.__enter__()
+        self._start = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(self._now() - self._start)
-        if len(self.seconds) == 1:
-            self._clock.seconds.clear()  # kernels were compiled
-
-    def _now(self) -> float:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return time.perf_counter()
+        self.steps.append(now() - self._start)
+        if self._last:
+            self._profiler.__exit__(None, None, None)
+            self.busy = busy(self._profiler)
 
 
-class Phased(DistillationTrainer):
-    """Either trainer, with seconds and peak of "batch" (completions, and our teacher) and "learn" (the rest)."""
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self.peaks = Peaks()
-        self.clock = PhaseClock(self.peaks)
-        self.stopwatch = Stopwatch(self.clock)
-        self.add_callback(self.stopwatch)
-        result = super().train(*args, **kwargs)
-        self.peaks.note()
-        return result
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.clock("learn"):
-            return super().training_step(*args, **kwargs)
+def now() -> float:
+    """The time, in seconds, when the device is done."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
-class Ours(Phased, OPSDTrainer):
-    """Ours."""
+class Ours(OPSDTrainer):
+    """Ours, with the seconds in which the teacher scores, of each time that it does."""
 
     def score(self, rows: Any) -> Any:
-        with self.clock("batch"):
-            return super().score(rows)
+        start, found = now(), super().score(rows)
+        self.__dict__.setdefault("scoring", []).append(now() - start)
+        return found
 
 
-class Trls(Phased):
+class Trls(DistillationTrainer):
     """TRL's, with recorded completions."""
 
     recorded: FixedRollout
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self.clock("batch"):
-            return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, prompt_ids: Any, *_: Any) -> Any:
         return self.recorded.complete(prompt_ids, 0)
@@ -120,55 +89,81 @@ def steps(found: Findings) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         ours, trls = (_trained(kind, dtype, found) for kind in (Ours, Trls))
-        gap = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], trls["losses"], strict=True))
         found.equal(f"{name}: steps taken", (len(ours["losses"]), len(trls["losses"])), (STEPS, STEPS))
-        moved = max(trls["losses"]) - min(trls["losses"])
-        found.at_least(f"{name}: the loss moves by", moved, 1e-4, "nats")
-        if dtype == torch.float32:
-            found.at_most(f"{name}: difference of the losses, relative to TRL's", gap, 1e-4)
-        else:
-            found.note(f"{name}: difference of the losses, relative to TRL's", gap)
-        ratio = trls["step"] / ours["step"]
-        found.at_least(f"{name}: speed of a step over TRL's", ratio, 1.0, "x", only_gpu=True)
-        for program, one in (("ours", ours), ("TRL's", trls)):
-            found.note(f"{name}, {program}: time of a step", 1e3 * one["step"], "ms")
-            found.note(f"{name}, {program}: completion tokens per second", one["tokens"] / one["step"])
-            for phase, seconds in one["phases"].items():
-                found.note(f"{name}, {program}: time of {phase}", 1e3 * seconds / (STEPS - 1), "ms")
-            for phase, peak in one["peaks"].items():
-                found.note(f"{name}, {program}: peak of {phase}", peak / 1e9, "GB")
+        found.at_least(f"{name}: the loss moves by", max(trls["losses"]) - min(trls["losses"]), 1e-4, "nats")
+        found.at_most(f"{name}: difference of the losses, relative to TRL's", _gap(ours, trls), GAPS[dtype])
+        _compare(name, {"ours": ours, "TRL's": trls}, found)
         if found.on_gpu:
-            over = max(ours["peaks"].values()) / max(trls["peaks"].values())
-            found.at_most(f"{name}: peak of a step over TRL's", over, PEAK, only_gpu=True)
+            found.at_most(f"{name}: peak of a step over TRL's", ours["peak"] / trls["peak"], PEAK, only_gpu=True)
     if not found.on_gpu:
         found.skip("peaks", "they are counted by the GPU's allocator; benchmarks/loss.py has those of the loss")
 
 
-def _trained(kind: type[Phased], dtype: torch.dtype, found: Findings) -> dict[str, Any]:
-    rows, tokens = (8, 512) if found.full else (2, 12)
+def compiled(found: Findings) -> None:
+    """The same steps with the decoder layers of both models compiled, and with eager ones."""
+    layers, eager = (_trained(Ours, torch.bfloat16, found, torch_compile=compiles) for compiles in (True, False))
+    found.at_most("graphs of the layers of both models", layers["graphs"], 2 * GRAPHS)
+    found.note("added to building and training, for compiling", layers["all"] - eager["all"], "s")
+    found.at_most("difference of the losses, relative to eager ones", _gap(layers, eager), GAPS[torch.bfloat16])
+    found.note("speed of the teacher, compiled over eager", eager["scoring"] / layers["scoring"], "x")
+    _compare("bfloat16", {"compiled": layers, "eager": eager}, found)
+
+
+def _gap(some: dict[str, Any], others: dict[str, Any]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(some["losses"], others["losses"], strict=True))
+
+
+def _compare(name: str, programs: dict[str, dict[str, Any]], found: Findings) -> None:
+    """Notes times and peaks of two programs; the first may not be slower than the second."""
+    (first, one), (second, other) = programs.items()
+    ratio = other["step"] / one["step"]
+    found.at_least(f"{name}: speed of a step, {first} over {second}", ratio, 1.0, "x", only_gpu=True)
+    for program, its in programs.items():
+        found.note(f"{name}, {program}: completion tokens per second", its["tokens"] / its["step"])
+        for what in ("step", "busy", "scoring"):
+            if its[what] is not None:
+                found.note(f"{name}, {program}: time of {WHAT[what]}", 1e3 * its[what], "ms")
+        if found.on_gpu:
+            found.note(f"{name}, {program}: peak of a step", its["peak"] / 1e9, "GB")
+
+
+def _trained(kind: type[Ours] | type[Trls], dtype: torch.dtype, found: Findings, **more: Any) -> dict[str, Any]:
+    """Trains with one trainer: 16 rows a step with bfloat16 weights, and fewer with float32, which takes longer."""
+    rows, micro, tokens = (16, 4, 2048) if dtype == torch.bfloat16 else (8, 8, 512)
+    rows, micro, tokens = (rows, micro, tokens) if found.full else (2, micro // 4, 12)
     dataset, completions = _recorded(rows, tokens)
-    before = torch.accelerator.memory_allocated() if found.on_gpu else 0
+    options = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro}
+    options |= {"use_cpu": not found.on_gpu, "learning_rate": 5e-5}
+    options |= {"max_steps": STEPS, "max_completion_length": tokens}
+    graphs, watch = counters["stats"]["unique_graphs"], Stopwatch()
+    if found.on_gpu:
+        torch.accelerator.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        options = tiny.options(folder, per_device_train_batch_size=rows, max_steps=STEPS, max_completion_length=tokens)
-        options |= {"use_cpu": not found.on_gpu, "learning_rate": 5e-5}
         given: dict[str, Any] = {
             "model": _model("0.5B", dtype, found).requires_grad_().train(),
             "teacher_model": _model("1.5B", dtype, found),
             "train_dataset": dataset,
             "processing_class": tiny.tokenizer(),
+            "callbacks": [watch],
         }
+        start = now()
         if kind is Ours:
-            trainer = kind(args=OPSDConfig(**options), rollout=FixedRollout(completions), **given)
+            args = OPSDConfig(**tiny.options(folder, **options, **more))
+            trainer = kind(args=args, rollout=FixedRollout(completions), **given)
         else:
-            trainer = kind(args=DistillationConfig(**options), **given)
+            trainer = kind(args=DistillationConfig(**tiny.options(folder, **options)), **given)
             trainer.recorded = FixedRollout(completions)
         trainer.train()
+    scoring = getattr(trainer, "scoring", None)
     result = {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "step": statistics.median(trainer.stopwatch.seconds[1:]),
+        "losses": tiny.logged(trainer, "loss"),
+        "all": now() - start,
+        "step": statistics.median(watch.steps[1:-1]),
+        "busy": watch.busy,
+        "scoring": scoring and statistics.median(scoring[1:-1]),
+        "graphs": counters["stats"]["unique_graphs"] - graphs,
         "tokens": sum(map(len, completions.values())),
-        "phases": dict(trainer.clock.seconds),
-        "peaks": {phase: peak - before for phase, peak in trainer.peaks.bytes.items()},
+        "peak": torch.accelerator.max_memory_allocated() if found.on_gpu else None,
     }
     del trainer, given
     gc.collect()
@@ -196,37 +191,26 @@ def _recorded(rows: int, tokens: int) -> tuple[Dataset, dict[tuple[int, ...], li
 # ---- From a checkpoint ----------------------------------------------------------------------------------------------
 
 
-class Witnessed(OPSDTrainer):
-    """Keeps the completions of training, by step."""
-
-    def complete(self, prompt_ids: Any) -> Any:
-        completions = super().complete(prompt_ids)
-        self.__dict__.setdefault("written", {})[self.state.global_step] = completions
-        return completions
-
-
 def resume(found: Findings) -> None:
     """Sampled rollouts and Adam: the second half of a run has the tokens and the weights of the whole one."""
-    width = 512 if found.full else 32
     with tempfile.TemporaryDirectory() as folder:
-        whole = _sampling_trainer(found, width, folder)
+        whole, continued = _sampling_trainer(found, folder), _sampling_trainer(found, folder)
         whole.train()
-        continued = _sampling_trainer(found, width, folder)
-        checkpoint = Path(folder) / "checkpoint-2"
-        continued.train(resume_from_checkpoint=str(checkpoint))
-        pairs = list(zip(whole.model.parameters(), continued.model.parameters(), strict=True))
-    found.equal("steps that were continued", sorted(continued.written), [2, 3])
-    same = all(continued.written[step] == whole.written[step] for step in (2, 3))
+        continued.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    runs = whole.witness, continued.witness
+    found.equal("steps that were continued", len(runs[1].written), 2)
+    same = runs[0].written[2:] == runs[1].written
     found.equal("sampled completions equal to those of the whole run", same, True)
-    gap = max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
+    gap = float((tiny.weights(whole) - tiny.weights(continued)).abs().max())
     found.at_most("difference of the weights, after two steps of about 1e-4", gap, 1e-5)
-    gaps = [abs(a - b) for a, b in zip(_losses(whole)[2:], _losses(continued)[-2:], strict=True)]
-    found.at_most("difference of the losses", max(gaps), 1e-4, "nats")
+    gap = max(abs(a - b) for a, b in zip(runs[0].losses[2:], runs[1].losses, strict=True))
+    found.at_most("difference of the losses", gap, 1e-4, "nats")
 
 
-def _sampling_trainer(found: Findings, width: int, folder: str) -> Witnessed:
+def _sampling_trainer(found: Findings, folder: str) -> Watched:
+    width = 512 if found.full else 32
     options = {"use_cpu": not found.on_gpu, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    return Witnessed(
+    trainer = Watched(
         model=tiny.qwen2(width, seed=0),
         teacher_model=tiny.qwen2(width + 64, seed=1),
         args=tiny.config(folder, **options),
@@ -234,7 +218,5 @@ def _sampling_trainer(found: Findings, width: int, folder: str) -> Witnessed:
         processing_class=tiny.tokenizer(),
         rollout=HFRollout(),
     )
-
-
-def _losses(trainer: OPSDTrainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.witness = Witness()
+    return trainer
