@@ -129,14 +129,18 @@ def passes(made_of: Environment, folder: Path, wheel: Path) -> bool:
             call(python, "-I", "-c", f"import {IMPORTED.get(library.name, library.name)}")
         call(python, "-I", "-c", WITH_LIBRARIES + (WITH_VLLM if made_of.engine else ""))
         call(environment / "bin" / "trl-opsd", "--help")
+        say("building DeepSpeed's extension, which processes of tests would wait for")
+        # ninja and accelerate are started by name
+        os.environ["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(environment / "extensions")
+        call(python, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()")
     except subprocess.CalledProcessError as error:
         say(f"failed: {' '.join(map(str, error.cmd))[:200]}")
         return False
     say("testing")
     # files run in parallel, as in `make test`
     command = [python, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", *made_of.tests]
-    path = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # ninja and accelerate are started by name
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET | {"PATH": path}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET
     return subprocess.run(command, cwd=folder / "beside", env=env).returncode == 0
 
 
