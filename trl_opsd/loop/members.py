@@ -282,9 +282,7 @@ class TrainerMembers(UpstreamFixes):
 
         ZeRO-3 and FSDP2 gather weights only there. A student that is not sharded needs no wrapper.
         """
-        student = self.model_wrapped
-        if not isinstance(student, CausalLM):  # else accelerate looks at what is installed to find nothing to unwrap
-            student = self.accelerator.unwrap_model(student)
+        student = self.model
         if not is_split_model(student):
             return function(student, *args)
         head = student.get_output_embeddings()  # its parameters include those of an adapter that is disabled now
