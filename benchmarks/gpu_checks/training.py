@@ -6,7 +6,6 @@ import argparse
 import gc
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import teacher as benchmark
 import torch
+from common import settled
 from datasets import Dataset
 from support import tiny
 from transformers import TrainerCallback
@@ -64,17 +64,12 @@ class Stopwatch(TrainerCallback):
         self._clock, self._start = clock, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._start = self._now()
+        self._start = settled()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(self._now() - self._start)
+        self.seconds.append(settled() - self._start)
         if len(self.seconds) == 1:
             self._clock.seconds.clear()  # kernels were compiled
-
-    def _now(self) -> float:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return time.perf_counter()
 
 
 class Phased(DistillationTrainer):
@@ -82,7 +77,7 @@ class Phased(DistillationTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.peaks = Peaks()
-        self.clock = PhaseClock(self.peaks)
+        self.clock = PhaseClock(self.peaks, now=settled)
         self.stopwatch = Stopwatch(self.clock)
         self.add_callback(self.stopwatch)
         result = super().train(*args, **kwargs)
