@@ -20,6 +20,7 @@ from datasets.fingerprint import Hasher
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from trl_opsd.checkpoints import sync
 from trl_opsd.options.rules import refuse
@@ -105,7 +106,7 @@ class Store:
         [targets] = row["targets"].chunks  # a scalar of Arrow would be a copy
         _, offsets, numbers = targets.buffers()
         start, end = np.frombuffer(offsets, np.int64)[targets.offset : targets.offset + 2].tolist()
-        read = torch.from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), end - start, [None, numbers], offset=start))
+        read = from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), end - start, [None, numbers], offset=start))
         if digest != _digest((self._said["digest"], said), read):
             raise _damaged(path, f"row {number} is not as it was written")
         *_, completion, dtype = said
