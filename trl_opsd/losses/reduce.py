@@ -1,7 +1,6 @@
 """Reduces per-token values to the loss and sums of one process; knows rows and weights, not logits.
 
-B rows · C completion tokens · T tenths of a completion · N tokens in the loss ·
-K values of each
+B rows · C completion tokens · T tenths of a completion · N tokens in the loss · K values of each
 """
 
 from __future__ import annotations
@@ -59,12 +58,13 @@ def reduce(
         values_KBC.masked_scatter_(counts_BC, values_KN)
     else:
         values_KBC.flatten(1).index_copy_(1, places.to(weights_BC.device, non_blocking=True), values_KN)
-    values_KBC[1:3] *= weights_BC
+    values_KBC[1:3] *= weights_BC  # entropies, as divergences come weighted
     sums = dict(zip(names, values_KBC.sum(2), strict=True))
     sums |= {"weight": weights_BC.sum(1), "tokens": counts_BC.sum(1).to(weights_BC)}
-    none_B, none_BX = (weights_BC.new_zeros(len(weights_BC), *each) for each in ((), (2 * TENTHS,)))
-    tenths_BX = none_BX if real is None else by_tenth(real.to(divergence.device), weights_BC, values_KBC[0])
-    whole = [sums.get(name, none_B) for name in LossParts.ROW_NAMES[: -2 * TENTHS]]
+    tenths_BX = weights_BC.new_zeros(len(weights_BC), 2 * TENTHS)
+    whole = [sums.get(name, tenths_BX[:, 0]) for name in LossParts.ROW_NAMES[: -2 * TENTHS]]
+    if real is not None:
+        tenths_BX = by_tenth(real.to(divergence.device), weights_BC, values_KBC[0])
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.
         loss=divergence.sum() / num_items,

@@ -95,9 +95,7 @@ class Store:
             raise _damaged(path, error) from None
 
     def find(self, teacher: str, key: str) -> Tensor | None:
-        """The targets of a teacher for each token of a completion, [C, W]; `None` where it has none. They are in the
-        memory of the file, which cannot be written to.
-        """
+        """The targets of a teacher for each token of a completion, [C, W], read-only; `None` where it has none."""
         if (found := self.rows.get((teacher, key))) is None:
             return None
         part, number, path = found
