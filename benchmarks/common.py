@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pandas
@@ -50,6 +51,13 @@ def _dtype(name: str) -> torch.dtype:
 def device() -> torch.device:
     """The accelerator, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def settled(clock: Callable[[], float] = perf_counter) -> float:
+    """Seconds by a clock, once the device has done what was queued."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return clock()
 
 
 def show(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter, process_time
@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from common import device, options, qwen2, show
+from common import device, options, qwen2, settled, show
 from datasets import Dataset
 from peft import LoraConfig
 from support import tiny
@@ -69,7 +69,7 @@ class Meter:
     """Seconds of each phase, without those of phases inside it, and tokens through each backbone."""
 
     def __init__(self) -> None:
-        self.wall, self.processor = PhaseClock(), PhaseClock(now=process_time)
+        self.wall, self.processor = PhaseClock(now=settled), PhaseClock(now=partial(settled, process_time))
         self.tokens: Counter[str] = Counter()
         self.steps: list[dict[str, Any]] = []
         self._before: dict[str, Any] = {}

@@ -6,12 +6,12 @@ import argparse
 import gc
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import teacher as benchmark
 import torch
+from common import settled
 from datasets import Dataset
 from support import tiny
 from support.witnessed_run import Watched, Witness
@@ -50,28 +50,21 @@ class Stopwatch(TrainerCallback):
         self._last = torch.cuda.is_available() and state.global_step + 1 == args.max_steps
         if self._last:
             self._profiler.__enter__()
-        self._start = now()
+        self._start = settled()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps.append(now() - self._start)
+        self.steps.append(settled() - self._start)
         if self._last:
             self._profiler.__exit__(None, None, None)
             self.busy = busy(self._profiler)
-
-
-def now() -> float:
-    """The time, in seconds, when the device is done."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 class Ours(OPSDTrainer):
     """Ours, with the seconds in which the teacher scores, of each time that it does."""
 
     def score(self, rows: Any) -> Any:
-        start, found = now(), super().score(rows)
-        self.__dict__.setdefault("scoring", []).append(now() - start)
+        start, found = settled(), super().score(rows)
+        self.__dict__.setdefault("scoring", []).append(settled() - start)
         return found
 
 
@@ -146,7 +139,7 @@ def _trained(kind: type[Ours] | type[Trls], dtype: torch.dtype, found: Findings,
             "processing_class": tiny.tokenizer(),
             "callbacks": [watch],
         }
-        start = now()
+        start = settled()
         if kind is Ours:
             args = OPSDConfig(**tiny.options(folder, **options, **more))
             trainer = kind(args=args, rollout=FixedRollout(completions), **given)
@@ -157,7 +150,7 @@ def _trained(kind: type[Ours] | type[Trls], dtype: torch.dtype, found: Findings,
     scoring = getattr(trainer, "scoring", None)
     result = {
         "losses": tiny.logged(trainer, "loss"),
-        "all": now() - start,
+        "all": settled() - start,
         "step": statistics.median(watch.steps[1:-1]),
         "busy": watch.busy,
         "scoring": scoring and statistics.median(scoring[1:-1]),

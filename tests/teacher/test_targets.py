@@ -77,8 +77,9 @@ def test_passes_may_have_any_rows_order_and_width():
     rollout = ragged()
     padded = completion_hidden(tiny.qwen2(48, 1).eval(), rollout).detach()
     keeper = Keeper(rollout.weights, "auto")
-    for rows, width in (([4, 0], 3), ([2], 1), ([5, 1, 3], 40)):
+    for rows, width in (([4, 0], 3), ([2], 1), ([5, 1], 40)):
         keeper.put(rows, padded[rows, :width])
+    keeper.put_tokens(3, padded[3, :7])
     assert torch.equal(keeper.targets().hidden, padded * rollout.counts[..., None])
 
 

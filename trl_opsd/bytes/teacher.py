@@ -245,7 +245,7 @@ class ByteTeacher(Teacher):
         ids_M[places_N] = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long)
         states_NH = fetch([row.hidden for row in rows], head.weight.device).wait()
         at_N = torch.cat([row.places + start for row, start in zip(rows, starts, strict=True)])
-        states_SH = states_NH.index_select(0, torch.searchsorted(at_N, spelled.places).to(states_NH.device))
+        states_SH = selected(states_NH, torch.searchsorted(at_N, spelled.places))
         model = LazyLogits(states_SH, head, self._host.temperatures[1])
         return byte_logarithms(model, self.its.table, ids_M[spelled.places], spelled, self._host.args.loss_chunk_tokens)
 
@@ -301,9 +301,9 @@ def _as_its_own(rollout: Rollout, completions: list[list[int]]) -> Rollout:
         rollout,
         # Padding has an id of the student's tokenizer.
         prompt_ids=rollout.prompt_ids.masked_fill(rollout.prompt_mask == 0, 0),
-        completion_ids=ids_BC.to(device),
-        completion_mask=mask_BC.to(device, rollout.completion_mask.dtype),
-        weights=mask_BC.to(device, torch.float32),
+        completion_ids=ids_BC.to(device, non_blocking=True),
+        completion_mask=mask_BC.to(device, rollout.completion_mask.dtype, non_blocking=True),
+        weights=mask_BC.to(device, torch.float32, non_blocking=True),
         nll_weight=None,
         logprobs=None,
         lengths=None,

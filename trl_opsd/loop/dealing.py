@@ -92,7 +92,7 @@ def check_budget(host: OPSDTrainer) -> None:
     if host.args.max_tokens_per_microbatch is None or host.batching.padded_up_to:
         return
     # Processes with fewer rows would make fewer collective calls, and the others would wait forever.
-    if is_split_model(host.accelerator.unwrap_model(host.model)):
+    if is_split_model(host.model):
         raise ValueError(
             "`max_tokens_per_microbatch`: the student is sharded and processes one row at a time, so every process "
             "needs the same number of rows in a micro-batch: remove the option."

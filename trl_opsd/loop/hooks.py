@@ -320,7 +320,7 @@ class TrainerHooks(TrainerMembers):
             num_items_in_batch (`torch.Tensor`, *optional*):
                 What the loss is divided by; in an evaluation `None`, for the weight of the tokens of the batch.
         """
-        student = self.accelerator.unwrap_model(model)
+        student = self.model  # unwrapped; `accelerator.unwrap_model` reads packages' metadata in each call
         parts: Iterable[tuple[Rollout, TeacherTargets, bool]] = [(inputs.rollout, inputs.targets, True)]
         if self.row_group is not None and self.model.training:
             from trl_opsd.models.shared_rows import parts_to_learn

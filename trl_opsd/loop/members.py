@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import forwards_apart, register_external_parameters, with_current_autocast
-from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.torchao import kept_quantized
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
@@ -268,7 +267,8 @@ class TrainerMembers(UpstreamFixes):
         pad_id, multiple, device = self.processing_class.pad_token_id, self.pad_to_multiple_of, self.accelerator.device
         ids = [torch.tensor(row or [pad_id]) for row in rows]
         masks = [torch.full_like(one, bool(row)) for one, row in zip(ids, rows, strict=True)]
-        return pad(ids, pad_id, side, multiple).to(device), pad(masks, 0, side, multiple).to(device)
+        ids_BL, mask_BL = pad(ids, pad_id, side, multiple), pad(masks, 0, side, multiple)
+        return ids_BL.to(device, non_blocking=True), mask_BL.to(device, non_blocking=True)
 
     # ---- Host: the student with its weights gathered ----------------------------------------------------------------
 
@@ -282,9 +282,7 @@ class TrainerMembers(UpstreamFixes):
 
         ZeRO-3 and FSDP2 gather weights only there. A student that is not sharded needs no wrapper.
         """
-        student = self.model_wrapped
-        if not isinstance(student, CausalLM):  # else accelerate looks at what is installed to find nothing to unwrap
-            student = self.accelerator.unwrap_model(student)
+        student = self.model
         if not is_split_model(student):
             return function(student, *args)
         head = student.get_output_embeddings()  # its parameters include those of an adapter that is disabled now

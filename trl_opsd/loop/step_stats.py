@@ -44,8 +44,9 @@ _BY_TEACHER = ("weight", "divergence", "student_entropy", "teacher_entropy", "to
 class PhaseClock:
     """Accumulates seconds per named phase, excluding phases nested inside it.
 
-    `watches` give contexts for each phase, and `explain` adds to an error of one; with `now=time.process_time` it
-    counts processor time.
+    `watches` give contexts for each phase, and `explain` adds to an error of one. Nothing waits for a device, so work
+    that is still queued counts for the phase in which the host waits for it: generating and teaching end with reads of
+    their results. A `now` that synchronizes makes it exact; `time.process_time` counts processor time.
     """
 
     def __init__(
@@ -60,7 +61,6 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._synchronize()
         start = self._now()
         self._inside.append(0.0)
         try:
@@ -73,16 +73,10 @@ class PhaseClock:
             raise
         finally:
             inside = self._inside.pop()
-            self._synchronize()
             elapsed = self._now() - start
             self.seconds[phase] += elapsed - inside
             if self._inside:
                 self._inside[-1] += elapsed
-
-    def _synchronize(self) -> None:
-        """Synchronizes the device where a nested phase begins or ends, so that queued work counts for its own phase."""
-        if self._inside and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
 
 
 class _Accounts:

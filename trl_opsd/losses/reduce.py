@@ -1,6 +1,6 @@
 """Reduces per-token values to the loss and sums of one process; knows rows and weights, not logits.
 
-B rows · C completion tokens · T tenths of a completion · N tokens in the loss
+B rows · C completion tokens · T tenths of a completion · N tokens in the loss · K values of each
 """
 
 from __future__ import annotations
@@ -44,52 +44,40 @@ def reduce(
         num_items = total.where(total > 0, 1.0)
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(divergence.device)
-    none_B = weights_BC.new_zeros(len(weights_BC))
-
-    def spread(values_N: Tensor) -> Tensor:
-        # Scattered to [B, C] rather than weights gathered to [N]: boolean indexing would wait for the device.
-        values_N = values_N.to(weights_BC)
-        if places is None:
-            return torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N)
-        at_N = places.to(weights_BC.device, non_blocking=True)
-        return torch.zeros_like(weights_BC).view(-1).index_copy(0, at_N, values_N).view_as(weights_BC)
-
     # `nll` and anchor are logged separately: divergences are those from the target alone.
     alone_N = divergence.detach()
     for added_N in (per_token.nll, per_token.anchored):
         alone_N = alone_N if added_N is None else alone_N - added_N
-    divergence_BC = spread(alone_N)
-    unweighted = {name: values_N for name in UNWEIGHTED if (values_N := getattr(per_token, name)) is not None}
-    sums = {
-        "weight": weights_BC.sum(1),
-        "divergence": divergence_BC.sum(1),
-        "student_entropy": (spread(per_token.student_entropy) * weights_BC).sum(1),
-        "teacher_entropy": (spread(per_token.teacher_entropy) * weights_BC).sum(1),
-        "tokens": counts_BC.sum(1).to(weights_BC),
-        **{name: spread(values_N).sum(1) for name, values_N in unweighted.items()},
-    }
+    names = ["divergence", "student_entropy", "teacher_entropy"]
+    names += [name for name in UNWEIGHTED if getattr(per_token, name) is not None]
+    values = [alone_N, *(getattr(per_token, name) for name in names[1:])]
+    values_KN = torch.stack([values_N.to(weights_BC) for values_N in values])
+    values_KBC = weights_BC.new_zeros(len(names), *weights_BC.shape)
+    # Scattered to [B, C] rather than weights gathered to [N]: boolean indexing would wait for the device.
+    if places is None:
+        values_KBC.masked_scatter_(counts_BC, values_KN)
+    else:
+        values_KBC.flatten(1).index_copy_(1, places.to(weights_BC.device, non_blocking=True), values_KN)
+    values_KBC[1:3] *= weights_BC  # entropies, as divergences come weighted
+    sums = dict(zip(names, values_KBC.sum(2), strict=True))
+    sums |= {"weight": weights_BC.sum(1), "tokens": counts_BC.sum(1).to(weights_BC)}
+    tenths_BX = weights_BC.new_zeros(len(weights_BC), 2 * TENTHS)
+    whole = [sums.get(name, tenths_BX[:, 0]) for name in LossParts.ROW_NAMES[: -2 * TENTHS]]
     if real is not None:
-        sums.update(by_tenth(real.to(divergence.device), weights_BC, divergence_BC))
-    # A name that is no column would leave its column at 0, which would be logged as if measured.
-    assert sums.keys() <= set(LossParts.ROW_NAMES), sums.keys() - set(LossParts.ROW_NAMES)
+        tenths_BX = by_tenth(real.to(divergence.device), weights_BC, values_KBC[0])
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.
         loss=divergence.sum() / num_items,
-        rows=torch.stack([sums.get(name, none_B) for name in LossParts.ROW_NAMES], dim=1),
+        rows=torch.cat([torch.stack(whole, dim=1), tenths_BX], dim=1),
     )
 
 
-def by_tenth(real_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor) -> dict[str, Tensor]:
-    """[B] each, by name: sums of weights and of divergences (already weighted) in each tenth of a completion."""
+def by_tenth(real_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor) -> Tensor:
+    """[B, 2T]: sums of weights, then of divergences (already weighted), in each tenth of a completion."""
     # `real` marks every token of the completion, also of weight 0: tenths do not depend on which tokens count.
     places_BC = (real_BC != 0).cumsum(1)
     # Tokens before the first real one and after the last fall into some tenth too, with a weight of 0.
     tenths_BC = (places_BC - 1).clamp(min=0) * TENTHS // places_BC[:, -1:].clamp(min=1)
     values_B2C = torch.stack([weights_BC, divergence_BC], dim=1)
     sums_B2T = values_B2C.new_zeros(len(values_B2C), 2, TENTHS)
-    sums_B2T = sums_B2T.scatter_add(2, tenths_BC[:, None].expand_as(values_B2C), values_B2C)
-    return {
-        f"{name}_{tenth}": sums_B2T[:, row, tenth]
-        for row, name in enumerate(("weight", "divergence"))
-        for tenth in range(TENTHS)
-    }
+    return sums_B2T.scatter_add(2, tenths_BC[:, None].expand_as(values_B2C), values_B2C).flatten(1)

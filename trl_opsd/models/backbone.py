@@ -266,17 +266,16 @@ def hidden_states(
     inputs: dict[str, Any] = {"input_ids": input_ids_BL, "use_cache": past is not None}
     if past is not None:
         inputs["past_key_values"] = past
+    given = dict(images or {})
     if attention_mask_BL is not None:
         inputs["attention_mask"] = attention_mask_BL
-    taken = inspect.signature(backbone.forward).parameters
-    inputs.update(seen(images or {}, taken, input_ids_BL.device))
-    if "position_ids" in taken:
         # By default a model counts padding too, which shifts learned positions. Those of three axes are its own.
-        of_axes = images and hasattr(backbone, "get_rope_index")
-        if position_ids_BL is None and attention_mask_BL is not None and not of_axes:
+        if position_ids_BL is None and not (images and hasattr(backbone, "get_rope_index")):
             position_ids_BL = positions(attention_mask_BL)
-        if position_ids_BL is not None:
-            inputs["position_ids"] = position_ids_BL
+    if position_ids_BL is not None:
+        given["position_ids"] = position_ids_BL
+    if given:  # to look at what a model takes is slow
+        inputs |= seen(given, inspect.signature(backbone.forward).parameters, input_ids_BL.device)
     output = backbone(**inputs)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(

@@ -95,8 +95,7 @@ def tokens_by_teacher(
     found = []
     for number, head in enumerate(heads):
         theirs = [row for row, one in enumerate(numbers) if one == number]
-        theirs_BC = torch.zeros_like(host_BC)
-        theirs_BC[theirs] = host_BC[theirs]
+        theirs_BC = host_BC if targets.teacher is None else host_BC * (targets.teacher == number).unsqueeze(1)
         places_N = theirs_BC.flatten().nonzero().squeeze(1)
         # A teacher without a token is left out, but for the first, so that there is always a loss.
         if number and not len(places_N):

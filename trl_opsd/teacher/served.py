@@ -138,20 +138,16 @@ class ServedTeacher(Teacher):
         numbers: dict[Row | None, list[int]] = {}
         for number, row in enumerate(self._rows(rollout)):
             numbers.setdefault(row, []).append(number)
-        prompts, keeper = rollout.prompt_mask.sum(1).tolist(), Keeper(rollout.weights, self._cache_device)
+        keeper = Keeper(rollout.weights, self._cache_device)
+        nothing_0W = torch.empty(0, self.head.weight.size(1), dtype=self.head.weight.dtype)
         asked = sorted((row for row in numbers if row is not None), key=lambda row: -len(row.ids))  # the longest first
         answers = {row: self._begun(row) for row in asked}
         probe = self._start(self._probes[0]) if asked else None
         try:
             for row in tqdm(numbers, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress):
-                found_nW = None if row is None else answers.pop(row).result()  # else all would be held twice
+                found_nW = nothing_0W if row is None else answers.pop(row).result()  # else all would be held twice
                 for number in numbers[row]:
-                    states_CW = torch.empty(0, self.head.weight.size(1), dtype=self.head.weight.dtype)
-                    if row is not None and found_nW is not None:
-                        places_n = torch.tensor(row.places) - prompts[number]
-                        states_CW = found_nW.new_zeros(int(places_n[-1]) + 1, found_nW.size(1))
-                        states_CW[places_n] = found_nW
-                    keeper.put([number], states_CW[None])
+                    keeper.put_tokens(number, found_nW)
             if probe is not None and (apart := difference(self._answers.told(probe.result()), self._told[0])):
                 raise WrongAnswerError(
                     f"The teacher's server at {self._server.url} is {apart} from its answer at the start for the same "

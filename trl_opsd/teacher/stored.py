@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
+import numpy as np
 import pyarrow as pa
 import torch
 from accelerate import PartialState
@@ -19,6 +20,7 @@ from datasets.fingerprint import Hasher
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from trl_opsd.checkpoints import sync
 from trl_opsd.options.rules import refuse
@@ -66,7 +68,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rows: dict[tuple[str, str], tuple[Dataset, int, Path]] = {}
+        self.rows: dict[tuple[str, str], tuple[pa.Table, int, Path]] = {}
         """By teacher and key."""
         self._added: dict[tuple[str, str], dict[str, Any]] = {}
         self.added_bytes = 0
@@ -85,20 +87,24 @@ class Store:
 
     def _open(self, path: Path) -> None:
         try:
-            part = Dataset.from_file(str(path))
-            part.data.table.validate(full=True)  # reading beyond the file would end the process
-            for number, row in enumerate(zip(part["teacher"], part["key"], strict=True)):
+            part: pa.Table = Dataset.from_file(str(path)).data.table
+            part.validate(full=True)  # reading beyond the file would end the process
+            for number, row in enumerate(zip(part["teacher"].to_pylist(), part["key"].to_pylist(), strict=True)):
                 self.rows[row] = part, number, path
         except (OSError, KeyError, ValueError) as error:
             raise _damaged(path, error) from None
 
     def find(self, teacher: str, key: str) -> Tensor | None:
-        """The targets of a teacher for each token of a completion, [C, W]; `None` where it has none."""
+        """The targets of a teacher for each token of a completion, [C, W], read-only; `None` where it has none."""
         if (found := self.rows.get((teacher, key))) is None:
             return None
         part, number, path = found
-        *said, targets, digest = part[number].values()
-        read = torch.frombuffer(bytearray(targets), dtype=torch.uint8)
+        row = part.slice(number, 1)
+        *said, digest = (column[0].as_py() for column in row.drop_columns("targets").columns)
+        [targets] = row["targets"].chunks  # a scalar of Arrow would be a copy
+        _, offsets, numbers = targets.buffers()
+        start, end = np.frombuffer(offsets, np.int64)[targets.offset : targets.offset + 2].tolist()
+        read = from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), end - start, [None, numbers], offset=start))
         if digest != _digest((self._said["digest"], said), read):
             raise _damaged(path, f"row {number} is not as it was written")
         *_, completion, dtype = said

@@ -258,7 +258,8 @@ def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Te
 
 
 def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
-    return [ids[mask != 0].tolist() for ids, mask in zip(ids_BL.cpu(), mask_BL.cpu(), strict=True)]
+    both_2BL = torch.stack([ids_BL, mask_BL != 0]).cpu()  # one transfer
+    return [ids[mask != 0].tolist() for ids, mask in zip(*both_2BL, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,10 @@ def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch
 
 
 class Keeper:
-    """Collects the states of a rollout's loss tokens, those with a weight; each row is put once, in any order."""
+    """Collects the states of a rollout's loss tokens, those with a weight; each row is put once, in any order.
+
+    States that come from host memory are collected there, pinned, and sent to the device that keeps them at once.
+    """
 
     def __init__(self, weights_BC: Tensor, choice: str) -> None:
         self._accelerator = weights_BC.device
@@ -163,43 +166,53 @@ class Keeper:
         self._tokens = weights_BC.size(1)
         # Which tokens these are is needed on the host: this waits for the device.
         self._places = [counts_C.nonzero().squeeze(1) for counts_C in weights_BC.cpu() != 0]
-        self._rows: dict[int, RowTargets] = {}
+        self._order: list[int] = []
         self._block: Tensor | None = None
-        self._source = weights_BC.device
+        self._device = self._source = weights_BC.device
         self._filled = 0
 
     @torch.no_grad()
     def put(self, rows: Sequence[int], hidden_nCH: Tensor) -> None:
         """Buffers states of rows, by their numbers; columns after the last loss token may be missing."""
-        if self._block is None:
-            self._block = self._allocate(hidden_nCH)
-        self._source = device = hidden_nCH.device
+        device = hidden_nCH.device
         # Lengths and places are on the host, so that nothing here waits for the device.
-        lengths = [len(self._places[row]) for row in rows]
-        at_N = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device, non_blocking=True)
+        lengths_n = torch.tensor([len(self._places[row]) for row in rows])
+        at_N = torch.arange(len(rows)).repeat_interleave(lengths_n).to(device, non_blocking=True)
         places_N = torch.cat([self._places[row] for row in rows]).to(device, non_blocking=True)
-        states_NH = self._block[self._filled : self._filled + len(places_N)]
+        states_NH = self._room(rows, hidden_nCH)
         if len(rows) == 1 and device == states_NH.device:
             torch.index_select(hidden_nCH[0], 0, places_N, out=states_NH)  # indexing would copy twice
         else:
             states_NH.copy_(hidden_nCH[at_N, places_N], non_blocking=True)
-        self._filled += len(places_N)
-        for row, of_row in zip(rows, states_NH.split(lengths), strict=True):
-            self._rows[row] = RowTargets(of_row, self._places[row])
+
+    def put_tokens(self, row: int, states_NH: Tensor) -> None:
+        """Buffers states of the loss tokens of a row alone."""
+        self._room([row], states_NH).copy_(states_NH, non_blocking=True)
 
     def targets(self, teacher: Tensor | None = None) -> TeacherTargets:
         """All states, when they have arrived; `teacher` as in [`~types.TeacherTargets`]."""
         assert self._block is not None, "a generation batch has rows"
         if self._block.is_pinned() and has_streams(self._source):
             torch.accelerator.current_stream(self._source).synchronize()
-        return TeacherTargets.by_row([self._rows[row] for row in range(len(self._places))], self._tokens, teacher)
+        block = self._block.to(self._device, non_blocking=True)
+        each = block.split([len(self._places[row]) for row in self._order])
+        kept = {row: RowTargets(of_row, self._places[row]) for row, of_row in zip(self._order, each, strict=True)}
+        return TeacherTargets.by_row([kept[row] for row in range(len(self._places))], self._tokens, teacher)
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        shape = (sum(map(len, self._places)), like.size(-1))
-        device = targets_device(self._choice, shape[0] * shape[1] * like.element_size(), self._accelerator)
-        # One block: torch rounds each pinned allocation up to a power of two.
-        pinned = device.type == "cpu" and has_streams(self._accelerator)
-        return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=pinned)
+    def _room(self, rows: Sequence[int], like: Tensor) -> Tensor:
+        """[N, H], where the states of these rows belong, of a width and dtype and on a device like this."""
+        if self._block is None:
+            shape = (sum(map(len, self._places)), like.size(-1))
+            nbytes = shape[0] * shape[1] * like.element_size()
+            self._device = targets_device(self._choice, nbytes, self._accelerator)
+            device = like.device if like.device.type == "cpu" else self._device
+            # One block: torch rounds each pinned allocation up to a power of two.
+            pinned = device.type == "cpu" and has_streams(self._accelerator)
+            self._block = torch.empty(shape, dtype=like.dtype, device=device, pin_memory=pinned)
+        self._source, start = like.device, self._filled
+        self._filled += sum(len(self._places[row]) for row in rows)
+        self._order += rows
+        return self._block[start : self._filled]
 
 
 def kept_by_row(targets: TeacherTargets, weights_BC: Tensor) -> TeacherTargets:
