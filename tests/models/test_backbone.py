@@ -6,7 +6,6 @@ import copy
 import random
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -135,10 +134,6 @@ def test_unknown_post_processing_of_logits_is_refused_with_the_difference(dtype)
         Probed(model, "teacher").prove(check_head)
 
 
-def compiling(backend):
-    return SimpleNamespace(torch_compile=True, torch_compile_backend=backend, torch_compile_mode=None)
-
-
 @pytest.mark.parametrize("make", FAMILIES)
 def test_layers_are_compiled_for_one_row_and_for_several_whatever_the_lengths(make):
     """And eager ones are left, whose copies compute with their own weights."""
@@ -150,11 +145,11 @@ def test_layers_are_compiled_for_one_row_and_for_several_whatever_the_lengths(ma
 
     for _ in range(20):
         ids = torch.randint(3, 259, (drawn.randint(1, 5), drawn.randint(2, 40)))
-        with compiled(compiling(counting), model):
+        with compiled(counting, None, [model]):
             found = hidden_states(model, ids, None)
         assert torch.equal(found, hidden_states(model, ids, None))
     assert len(graphs) == 2
-    with compiled(compiling(counting), model):
+    with compiled(counting, None, [model]):
         other = copy.deepcopy(model)
     for one in layer_list(other).parameters():
         one.zero_()
@@ -168,7 +163,7 @@ def test_compiled_states_and_gradients_are_as_precise_as_eager_ones(dtype):
     for shape in [(3, 17), (2, 64), (1, 40)]:
         ids, off = torch.randint(3, 259, shape, generator=torch.Generator().manual_seed(0)), []
         for one, backend in ((exact, ""), (model, ""), (model, "inductor")):
-            with compiled(compiling(backend), one) if backend else nullcontext():
+            with compiled(backend, None, [one]) if backend else nullcontext():
                 states = hidden_states(one, ids, None)
                 one.zero_grad()
                 states.double().square().mean().backward()

@@ -22,7 +22,7 @@ from trl_opsd.loop.step_stats import StepStats
 from trl_opsd.methods.base import Generated
 from trl_opsd.methods.order import checked_weights
 from trl_opsd.methods.rows import BatchRow, Written
-from trl_opsd.models.backbone import compiled, preserved_mode
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.failure import set_group_timeout
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import Rollout, TeacherTargets
@@ -165,7 +165,7 @@ class Batches:
         selected = rollout.weights.clone()  # `weigh` may change them in place
         with preserved_mode(host.model):
             models = host.teaching.teachers.models
-            with host.phase("teach"), autocast(host.accelerator), compiled(host.args, *models):
+            with host.phase("teach"), autocast(host.accelerator), host.compiled(models):
                 targets = host.teach(rollout, rows)
             check_targets(targets, rollout, f"{name}.teach")
             if missing := host.methods.reads - set(targets.reference_states):

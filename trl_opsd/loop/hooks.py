@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.rows import BatchRow
+from trl_opsd.models.backbone import compiled
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.weights import Samples, load_renamed, sampled
@@ -143,6 +144,9 @@ class TrainerHooks(TrainerMembers):
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
         watches = [one for one in (watchdog, show) if one is not None]
         self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
+        self.compiled: Callable[..., AbstractContextManager[Any]] = nullcontext
+        if args.torch_compile:
+            self.compiled = partial(compiled, args.torch_compile_backend, args.torch_compile_mode)
         self._generation = Generation(self)
         self._next = NextRows(self, self._drop_ahead)
         pins = self.args.dataloader_pin_memory and has_streams(self.accelerator.device)

@@ -20,7 +20,6 @@ from transformers import Trainer
 
 from trl_opsd.loop.batch import Batch
 from trl_opsd.loop.dealing import dealt
-from trl_opsd.models.backbone import compiled
 
 if TYPE_CHECKING:
     from trl_opsd.loop.overlap import Overlap
@@ -50,7 +49,7 @@ class Step:
                 share = weight.where(weight > 0, 1.0) / host.accelerator.num_processes
                 with (
                     nullcontext() if is_last else _accumulating(host.accelerator, model),
-                    compiled(host.args, host.model),  # the backward pass, too, where layers are computed again there
+                    host.compiled([host.model]),  # the backward pass, too, where layers are computed again there
                 ):
                     # transformers': `host.compute_loss`, then the backward pass. TRL's own would generate again.
                     losses.append(Trainer.training_step(host, model, batch, share))

@@ -345,20 +345,17 @@ share it, and each has one for a single row and one for several."""
 
 
 @contextmanager
-def compiled(args: Any, *models: nn.Module) -> Iterator[None]:
-    """Has the decoder layers of models compute compiled within it, if `torch_compile` is set.
+def compiled(backend: str, mode: str | None, models: Iterable[nn.Module]) -> Iterator[None]:
+    """Has the decoder layers of models compute compiled within it, by a backend and mode of `torch.compile`.
 
     Lengths are symbolic, so that those of another batch compile nothing again. Of a layer `forward` alone is compiled:
     its hooks, which may copy or gather weights, run as before. Layers that accelerate spreads over devices stay eager,
     as does a generation, in which each layer has a cache of its own.
     """
-    if not args.torch_compile:
-        yield
-        return
     with ExitStack() as stack, torch._dynamo.config.patch(recompile_limit=_VERSIONS):
         for layer in chain.from_iterable(map(_layers_of, models)):
             if "forward" not in vars(layer):
-                forward = _compiled(type(layer).forward, args.torch_compile_backend, args.torch_compile_mode)
+                forward = _compiled(type(layer).forward, backend, mode)
                 layer.forward = MethodType(forward, layer)
                 stack.callback(delattr, layer, "forward")
         yield
