@@ -138,6 +138,8 @@ def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
     batch = trainer.score(list(trainer.train_dataset))
     targets, kinds = batch.targets, [(48, torch.float32), (64, torch.bfloat16)]
     assert [(row.hidden.size(1), row.hidden.dtype) for row in targets.rows] == kinds * 4
+    of_one = TeacherTargets.by_row(targets.rows[::2], targets.tokens)  # which says of no row whose it is
+    assert len(tokens_by_teacher(trainer.teachers.heads, of_one, batch.rollout.weights[::2])) == 1
     expected = [torch.cat([row.hidden for row in targets.rows[number::2]]) for number in range(2)]
     for _ in range(2):
         shares = tokens_by_teacher(trainer.teachers.heads, targets, batch.rollout.weights)

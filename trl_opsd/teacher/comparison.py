@@ -93,7 +93,7 @@ def tokens_by_teacher(
     rows = kept_by_row(targets, weights_BC).rows or ()
     numbers = [0] * len(rows) if targets.teacher is None else targets.teacher.tolist()
     found = []
-    for number, head in enumerate(heads):
+    for number, head in enumerate(heads if targets.teacher is not None else heads[:1]):
         theirs = [row for row, one in enumerate(numbers) if one == number]
         theirs_BC = host_BC if targets.teacher is None else host_BC * (targets.teacher == number).unsqueeze(1)
         places_N = theirs_BC.flatten().nonzero().squeeze(1)
