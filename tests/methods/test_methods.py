@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ from support import faults, tiny
 from visits import Visits
 
 from trl_opsd import Method, OPSDTrainer
-from trl_opsd.data.prompts import Prompt
 from trl_opsd.methods import Rewards
 
 OPTIONS = {
@@ -113,23 +111,6 @@ def test_a_resume_with_another_setting_of_a_method_is_refused(make_trainer, tmp_
     for methods in ((Early(0.25),), ()):
         with pytest.raises(ValueError, match=r"methods: \['Early\(power=0.5\)'\] in the checkpoint"):
             trained(make_trainer, *methods, resume=str(tmp_path / "checkpoint-1"), **given)
-
-
-def test_teachers_read_a_methods_prompt_or_the_row_counts_not(make_trainer):
-    class Hinting(Method):
-        def teacher_prompt(self, row, completion_text, prompt):
-            assert isinstance(prompt, Prompt)
-            return f"{row['prompt']} {completion_text}" if row["prompt"] != tiny.PROMPTS[0] else None
-
-    class Without(OPSDTrainer):
-        def weigh(self, rollout, rows, targets):
-            counts = torch.tensor([[float(row["prompt"] != tiny.PROMPTS[0])] for row in rows])
-            return super().weigh(rollout, rows, targets) * counts
-
-    def hinted(row: Mapping[str, Any], completion: str) -> str:
-        return f"{row['prompt']} {completion}"
-
-    assert_same(trained(make_trainer, Hinting()), trained(make_trainer, cls=Without, teacher_prompt_fn=hinted))
 
 
 class Skipping(Method):
