@@ -217,18 +217,3 @@ def test_evaluation_uses_all_tokens_and_training_logs_the_kept_share(make_traine
     lengths = [len(ids) for ids in tiny.recorded(tiny.tokenizer()).values()]
     kept = sum(TokenSelection(criterion, FRACTION).kept(n) for n in lengths)
     assert logged["selection/share"] == pytest.approx(kept / sum(lengths))
-
-
-class OwnWeights(OPSDTrainer):
-    def weigh(self, rollout, rows, targets):
-        return 2 * rollout.weights
-
-
-@pytest.mark.parametrize("criterion", ["prefix", "student_entropy"])
-def test_selection_applies_to_own_weights(make_trainer, trained, criterion):
-    losses = []
-    for kind in (OPSDTrainer, OwnWeights):
-        trainer = trained(kind, token_selection=criterion, **ONE_STEP)
-        losses.append(trainer.state.log_history[0]["loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert losses[0] != make_trainer(eval_dataset=tiny.rows()).evaluate()["eval_loss"]

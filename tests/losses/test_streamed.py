@@ -105,25 +105,6 @@ class TestClip:
         found, _ = assert_equals_oracle(make_pair(11, rich=rich), divergence, weights, 4, kl_clip=clip)
         assert found.clipped.sum() > 0 if clip < 0.1 else clip < 100 or found.clipped.sum() == 0
 
-    def test_the_gradients_are_those_of_opsd(self, make_pair):
-        """`p_s P - p_t` and `p_s (r - E)` with `r = log(p_s / p_t) + 1`, over the entries that are not clipped."""
-        student, teacher = make_pair(5, 37)
-        student = replace(student, head=OutputHead(torch.eye(5).repeat(8, 1)[:37]))
-        for divergence in (ForwardKL(), ReverseKL()):
-            student.hidden.requires_grad_().grad = None
-            streamed_divergence(student, teacher, divergence, kl_clip=0.02).divergence.sum().backward()
-            log_s, log_t = ((side.hidden @ side.head.weight.T).double().log_softmax(-1) for side in (student, teacher))
-            s, t = log_s.exp().detach(), log_t.exp()
-            if divergence == ForwardKL():
-                kept = t * (log_t - log_s) <= 0.02
-                expected = s * (t * kept).sum(-1, keepdim=True) - t * kept
-            else:
-                kept, ratio = s * (log_s - log_t) <= 0.02, log_s - log_t + 1
-                expected = s * (kept * ratio - (kept * s * ratio).sum(-1, keepdim=True))
-            assert not kept.all()
-            found = student.hidden.grad
-            assert_close(found, (expected @ student.head.weight.double()).float(), rtol=1e-4, atol=2e-5)
-
 
 UPSTREAMS = {
     "sum": torch.Tensor.sum,

@@ -172,18 +172,6 @@ def test_marks_of_thoughts_are_kept_where_they_are_special_tokens(marks):
     assert text.replace(" ", "") == "[THINK]so[/THINK]4"
 
 
-def test_function_reads_group_rewards_and_may_mask_a_row(trained):
-    read = []
-
-    def prompt(row: dict[str, Any], completion: str, outcome: Outcome) -> str | None:
-        read.append((completion, outcome))
-        return None if outcome.reward > 1 else f"{row['prompt']} ({outcome.reward:.2f})"
-
-    found = trained(teacher_prompt_fn=prompt)
-    assert [outcome.group[outcome.number][0] for _, outcome in read] == [text for text, _ in read]
-    assert found.gates == [1, 1, 0, 1] * 2
-
-
 # ---- Controls --------------------------------------------------------------------------------------------------------
 
 

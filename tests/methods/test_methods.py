@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from support import faults, tiny
-from visits import Visits
 
 from trl_opsd import Method, OPSDTrainer
-from trl_opsd.data.prompts import Prompt
 from trl_opsd.methods import Rewards
 
 OPTIONS = {
@@ -115,42 +112,6 @@ def test_a_resume_with_another_setting_of_a_method_is_refused(make_trainer, tmp_
             trained(make_trainer, *methods, resume=str(tmp_path / "checkpoint-1"), **given)
 
 
-def test_teachers_read_a_methods_prompt_or_the_row_counts_not(make_trainer):
-    class Hinting(Method):
-        def teacher_prompt(self, row, completion_text, prompt):
-            assert isinstance(prompt, Prompt)
-            return f"{row['prompt']} {completion_text}" if row["prompt"] != tiny.PROMPTS[0] else None
-
-    class Without(OPSDTrainer):
-        def weigh(self, rollout, rows, targets):
-            counts = torch.tensor([[float(row["prompt"] != tiny.PROMPTS[0])] for row in rows])
-            return super().weigh(rollout, rows, targets) * counts
-
-    def hinted(row: Mapping[str, Any], completion: str) -> str:
-        return f"{row['prompt']} {completion}"
-
-    assert_same(trained(make_trainer, Hinting()), trained(make_trainer, cls=Without, teacher_prompt_fn=hinted))
-
-
-class Skipping(Method):
-    skips = True
-
-    def before(self, rows):
-        for row in rows:
-            row.prompt_weight = 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
-
-
-def test_nothing_is_generated_or_counted_for_prompts_of_weight_0(make_trainer):
-    class ByVisits(Visits):
-        def weight(self, row, last):
-            return 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
-
-    ours, theirs = trained(make_trainer, Skipping()), trained(make_trainer, ByVisits())
-    assert_same(ours, theirs)
-    for name in ("num_tokens", "completions/mean_length", "divergence/mean"):
-        assert tiny.logged(ours, name) == tiny.logged(theirs, name)
-
-
 def test_a_prompt_weight_multiplies_those_of_its_tokens(make_trainer):
     """A row of weight 0 is in no mean: neither that of gates, nor that of the loss."""
 
@@ -241,6 +202,10 @@ class Keeping(Method):
 
 class Rewarded(Method):
     needs_rewards = True
+
+
+class Skipping(Method):
+    skips = True
 
 
 @pytest.mark.quick

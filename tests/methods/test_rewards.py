@@ -270,13 +270,6 @@ def test_dataset_completions_get_no_reward_and_are_no_baseline(trained):
     assert any(len(group) > 1 for group in groups.values())
 
 
-def test_dataset_completions_are_pulled_by_sft_weight_only(trained):
-    options = {**UNTRAINED, "reward_funcs": None, "lmbda": 0.5}
-    trainer = trained(train_dataset=GIVEN, sft_weight=2.0, **options)
-    assert {(text == "given", nll_weight) for text, nll_weight in trainer.learned} == {(True, 2.0), (False, 0.0)}
-    assert len(trainer.learned) == 16
-
-
 def test_a_run_resumes_with_its_rewards_or_with_others_that_are_only_logged(trained, tmp_path):
     whole = trained(**SAVED)
     resume = {"resume": str(tmp_path / "checkpoint-1")}

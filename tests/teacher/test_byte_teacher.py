@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd import FixedRollout, Method, OPSDTrainer
+from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.bytes.forks import Forking
 from trl_opsd.bytes.ranges import _FLOOR
 from trl_opsd.bytes.table import ByteTargets, CoveringTree, Spelled
@@ -69,7 +68,7 @@ def make_trainer(make_trainer):
     return made
 
 
-def alone(answer, prompt, model, words, temperature):
+def alone(answer, prompt, model, words):
     """What a model says of each next byte, summed over the tokens of each beginning of the text, each read alone."""
     vocabulary = ByteVocabulary.of(words, "it")
     ids, before = words(answer)["input_ids"], words(prompt)["input_ids"]
@@ -84,14 +83,13 @@ def alone(answer, prompt, model, words, temperature):
     ]
     with torch.no_grad():
         rows = torch.stack([model(torch.tensor([[*before, *path]])).logits[0, -1].double() for path in paths])
-    rows = rows / temperature
     return dense_byte_logarithms(rows, vocabulary.texts, outcomes(vocabulary, ids), nodes, _FLOOR).log_softmax(-1)
 
 
-def expected(answer, prompt, student, teacher, temperature, kept):
+def expected(answer, prompt, student, teacher, kept):
     """The reverse KL of one row, summed over the bytes of the kept tokens, each model alone, with loops over all."""
-    mine = alone(answer, prompt, student, MINE, temperature)
-    yours = alone(answer, prompt, teacher.teacher.model, teacher.tokenizer, temperature)
+    mine = alone(answer, prompt, student, MINE)
+    yours = alone(answer, prompt, teacher.teacher.model, teacher.tokenizer)
     sizes = [len(one or b"-") for one in ByteVocabulary.of(MINE, "it").spelled(MINE(answer)["input_ids"])]
     is_kept = torch.zeros(len(sizes))
     is_kept[kept] = 1
@@ -103,49 +101,33 @@ class EveryThird(OPSDTrainer):
         return super().weigh(rollout, rows, targets) * (torch.arange(rollout.weights.size(1)) % 3 == 2)
 
 
-class SkipFirst(Method):
-    skips = True
-
-    def before(self, rows):
-        for row in rows:
-            row.prompt_weight = float(row["prompt"] != PROMPTS[0])
-
-
-# Options, and of a row of so many tokens those that have a weight.
+# Options, and the tokens of a row that have a weight; what else is beside bytes is in `equivalence/test_pairs.py`.
 CASES = {
-    "all": ({}, lambda row, length: slice(None)),
-    "tempered": ({"temperature": 0.7}, lambda row, length: slice(None)),
-    "adapted": ({"peft_config": LoraConfig(r=4)}, lambda row, length: slice(None)),
-    "every third": ({"cls": EveryThird}, lambda row, length: slice(2, None, 3)),
-    # the text ends within a token of the teacher
-    "prefix": (
-        {"token_selection": "prefix", "token_fraction": 0.25},
-        lambda row, length: slice(math.ceil(0.25 * length)),
-    ),
+    "all": ({}, slice(None)),
+    "adapted": ({"peft_config": LoraConfig(r=4)}, slice(None)),
+    "every third": ({"cls": EveryThird}, slice(2, None, 3)),
     "two teachers": (
         {
             "columns": {"teacher": ["a", "b", "a", "b"]},
             "teacher_model": {"a": models()[1], "b": tiny.qwen2(40, 2)},
             "teacher_processing_class": {"a": YOURS, "b": tiny.tokenizer()},
         },
-        lambda row, length: slice(None),
+        slice(None),
     ),
-    "one skipped": ({"methods": [SkipFirst()]}, lambda row, length: slice(0 if row == 0 else None)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_is_that_of_rows_and_models_read_alone(make_trainer, case):
     """Also of tokens that are read only for those with a weight."""
-    options, kept = CASES[case]
+    options, keep = CASES[case]
     trainer = make_trainer(**options, divergence="reverse_kl", max_steps=1, cross_tokenizer_missed=1e-6)
-    keeps = [kept(row, len(ids)) for row, ids in enumerate(MINE(ANSWERS)["input_ids"])]
-    names, temperature = options.get("columns", {"teacher": ["teacher"] * 4})["teacher"], options.get("temperature", 1)
+    names = options.get("columns", {"teacher": ["teacher"] * 4})["teacher"]
     each = [
-        expected(answer, prompt, trainer.model, trainer.teachers[name], temperature, keep)
-        for prompt, answer, name, keep in zip(PROMPTS, ANSWERS, names, keeps, strict=True)
+        expected(answer, prompt, trainer.model, trainer.teachers[name], keep)
+        for prompt, answer, name in zip(PROMPTS, ANSWERS, names, strict=True)
     ]
-    tokens = sum(len(ids[keep]) for ids, keep in zip(MINE(ANSWERS)["input_ids"], keeps, strict=True))
+    tokens = sum(len(ids[keep]) for ids in MINE(ANSWERS)["input_ids"])
     if case == "all":
         assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(sum(each) / tokens, rel=2e-5)
     trainer.train()
