@@ -374,6 +374,9 @@ FIRST = [
     ("contrast, bounded", "extrapolation below 1", "temperatures"),
     ("contrast", "anchor, forward", "teachers weighted"),
     ("anchor", "teacher_divergence", "one micro-batch"),
+    ("temperatures", "bytes"),
+    ("prefix", "bytes"),
+    ("teacher_divergence", "weights of prompts"),
 ]
 CASES = [*dict.fromkeys([*cases(), *FIRST])]
 MIXED = [names for names in CASES if MIXING & {*names}]
