@@ -136,7 +136,8 @@ class UpstreamFixes(DistillationTrainer):
         if self._streams.get("train") is not None and not self.args.ignore_data_skip:
             # transformers counts all steps of a stream as its first pass (huggingface/transformers#33544).
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
-            passes, steps = _position(state)
+            total = round((state.epoch or 0.0) * state.max_steps)  # `epoch` is passes + steps / max_steps
+            passes, steps = (0, total) if total == state.global_step else divmod(total, state.max_steps)
             begin = passes, steps * self.args.gradient_accumulation_steps
         # It compares the steps with `max_steps` after a step only (trainer.py:1600), and would train one more.
         if self.state.global_step < max_steps:
@@ -253,11 +254,3 @@ class UpstreamFixes(DistillationTrainer):
             self._deepspeed_config = deepcopy(config)
         config.clear()
         config.update(deepcopy(self._deepspeed_config))
-
-
-def _position(state: TrainerState) -> tuple[int, int]:
-    """Completed passes over a stream, and optimizer steps since the last; `epoch` is passes + steps / max_steps."""
-    total = round((state.epoch or 0.0) * state.max_steps)
-    if total == state.global_step:
-        return 0, total
-    return divmod(total, state.max_steps)
