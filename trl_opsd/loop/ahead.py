@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import whole_head
+from trl_opsd._compat.versions import replaced
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.loader import NextRows
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode
@@ -98,12 +99,8 @@ class Ahead:
         """Starts to generate the rows of the next step with the weights of this one."""
         if not self._next.rows:
             return
-        teaching = self._host.teaching
-        teaching.steps_ahead = 1
-        try:
-            prompt_ids = self._host.prompt_ids_of(teaching.read_rows(self._next.rows))
-        finally:
-            teaching.steps_ahead = 0
+        with replaced(self._host.teaching, steps_ahead=1):
+            prompt_ids = self._host.prompt_ids_of(self._host.teaching.read_rows(self._next.rows))
         self._coming, self._came = (prompt_ids, Prefetcher(self._generation.stream(prompt_ids))), {}
 
     # ---- How far the generating weights are from the current ones ---------------------------------------------------
