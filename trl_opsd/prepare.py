@@ -279,7 +279,10 @@ def prepare(
     if cross is None:
         check_tokenizers(tokenizer, models, teacher_processing_class, args)
     else:
-        theirs = _tokenizers(models, teacher_processing_class, args)
+        found = tokenizers_of(models, teacher_processing_class, args)
+        theirs = {name: one for name, (one, _) in found.items() if one is not None}
+        if unknown := [name for name in models if name not in theirs]:
+            raise ValueError(f"The tokenizer of the {unknown[0]} is not known: pass it as `teacher_processing_class`.")
         requests = [one for some in rows.values() for one in some.first_requests(intake)]
         texts = [text for one in requests for prompt in (one.student, one.of_teacher) for text in prompt.texts]
         cross = cross(args, tokenizer, theirs, texts)
@@ -438,11 +441,3 @@ def _check_models(
         is_away = args.teacher_offload == "zero3" or not {name, ONLY}.isdisjoint(servers(args))
         why = "pass a merged model, or set `teacher_offload='stream'` without a server"
         refuse([(is_away, f"`{called}`, an adapter, on a server or with `teacher_offload='zero3'`", why)])
-
-
-def _tokenizers(models: Mapping[str, Any], given: Any, args: OPSDConfig) -> dict[str, PreTrainedTokenizerBase]:
-    """Those of the teachers, which have their own."""
-    found = {name: one for name, (one, _) in tokenizers_of(models, given, args).items() if one is not None}
-    if unknown := [name for name in models if name not in found]:
-        raise ValueError(f"The tokenizer of the {unknown[0]} is not known: pass it as `teacher_processing_class`.")
-    return found
