@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd._compat.sharding import reshard
 from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
-from trl_opsd._compat.versions import set_known
+from trl_opsd._compat.versions import replaced, set_known
 from trl_opsd.checkpoints import check_rates
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
@@ -111,12 +111,8 @@ class UpstreamFixes(DistillationTrainer):
             order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
             dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
         self._streams = {**self._streams, "eval": stream}
-        before = {name: getattr(args, name) for name in options}
-        args.__dict__.update(options)  # what transformers builds the loader with
-        try:
+        with replaced(args, **options):  # what transformers builds the loader with
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        finally:
-            args.__dict__.update(before)
 
     # Once a training, when its number of steps is known, and before anything of a checkpoint but weights is loaded.
     def _init_training_state(
