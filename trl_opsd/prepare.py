@@ -86,7 +86,8 @@ class Prepared:
     """The datasets, and what is known of their rows, by their names in messages."""
     intake: Intake
     """Parses rows, with the names of these teachers."""
-    processing_class: Any
+    tokenizer: PreTrainedTokenizerBase
+    """The student's."""
     processors: Mapping[str, ProcessorMixin | None]
     """What reads images: the student's processor under an empty name, and those of teachers that have their own."""
     reads_images: bool | None
@@ -101,10 +102,6 @@ class Prepared:
     environments: Environments | None
     tools: Sequence[Callable[..., Any]] | None
     """As templates describe them, those of the environments too."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return text_tokenizer(self.processing_class)
 
 
 def prepare(
@@ -296,7 +293,7 @@ def prepare(
         reads_solutions=needs_column,
         rows=rows,
         intake=intake,
-        processing_class=processing_class,
+        tokenizer=tokenizer,
         processors=processors,
         reads_images=reads_images,
         row_columns=columns,

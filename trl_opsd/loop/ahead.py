@@ -52,8 +52,11 @@ class Ahead:
         if completions is None:
             completions = self._host.complete(prompt_ids)
         self._begin()
-        # After the request for the next rows: the server generates while this forward runs.
-        self.before_step = self._probed(prompt_ids, completions)
+        # After the request for the next rows: the server generates while this forward runs. The longest row gives most
+        # tokens; all are of one row, so that the measurement is one short forward.
+        row = max(range(len(completions)), key=lambda number: min(len(completions[number]), PROBED))
+        rollout = self._host.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]])
+        self.before_step = rollout, self._log_probabilities(rollout)
         return completions
 
     def wait(self) -> None:
@@ -104,12 +107,6 @@ class Ahead:
         self._coming, self._came = (prompt_ids, Prefetcher(self._generation.stream(prompt_ids))), {}
 
     # ---- How far the generating weights are from the current ones ---------------------------------------------------
-
-    def _probed(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> tuple[Rollout, Tensor]:
-        # The longest row gives most tokens; all are of one row, so that the measurement is one short forward.
-        row = max(range(len(completions)), key=lambda number: min(len(completions[number]), PROBED))
-        rollout = self._host.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]])
-        return rollout, self._log_probabilities(rollout)
 
     def _distance(self) -> float:
         """KL(student before the last step ‖ student now) per token in nats, over all processes. Collective."""

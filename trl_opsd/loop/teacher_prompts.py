@@ -105,7 +105,8 @@ class TeacherPrompts:
         """The teacher's prompt where the text beside the columns leaves no room."""
         request, intake = row.request, self._readers.intake
         if not intake.is_told:
-            return self._or_none(row, request.of_teacher if request.tells_more else None)
+            row.gate *= float(request.tells_more)
+            return request.of_teacher
         logger.warning_once(f"What the environment of {request.where} tells its teacher leaves no room in its context.")
         row.request = replace(request, of_teacher=request.student)
         row.gate *= float(not intake.needs_context)

@@ -27,7 +27,7 @@ from trl_opsd.models.backbone import shape_of
 from trl_opsd.models.checks import student_limits
 from trl_opsd.options.rules import check_train_size
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.teacher.base import innermost
+from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
@@ -229,7 +229,8 @@ class Teaching:
     @property
     def begins_early(self) -> bool:
         """Whether a teacher benefits from `expect`."""
-        return self.teachers.begin_early and "teach" not in own_verbs(type(self._host))
+        uses_it = any(type(one).expect is not Teacher.expect for one in self.teachers.values())
+        return uses_it and "teach" not in own_verbs(type(self._host))
 
     def expect(self, rollout: Rollout, rows: Sequence[BatchRow]) -> None:
         """Notifies the teachers of rows that `targets` will soon be called with."""
