@@ -63,7 +63,10 @@ def check_disk(args: TrainingArguments) -> None:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
     PartialState().wait_for_everyone()
-    found = gather_object([(_appears(mark), args.should_save)])
+    latest = monotonic() + _DELAY
+    while not (is_there := mark.exists()) and monotonic() < latest:
+        sleep(0.1)
+    found = gather_object([(is_there, args.should_save)])
     if args.process_index == 0:
         mark.unlink()
     is_shared = all(sees_it for sees_it, _ in found)
@@ -73,14 +76,6 @@ def check_disk(args: TrainingArguments) -> None:
             f"{args.save_on_each_node}: set it to {not args.save_on_each_node}, or choose another folder. With it each "
             "machine saves its part on a disk of its own, and needs it to resume."
         )
-
-
-def _appears(file: Path) -> bool:
-    """Whether a file written elsewhere is visible here, which a network disk may delay."""
-    latest = monotonic() + _DELAY
-    while not (is_there := file.exists()) and monotonic() < latest:
-        sleep(0.1)
-    return is_there
 
 
 # ---- Complete or torn -----------------------------------------------------------------------------------------------

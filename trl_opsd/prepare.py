@@ -86,7 +86,8 @@ class Prepared:
     """The datasets, and what is known of their rows, by their names in messages."""
     intake: Intake
     """Parses rows, with the names of these teachers."""
-    processing_class: Any
+    tokenizer: PreTrainedTokenizerBase
+    """The student's."""
     processors: Mapping[str, ProcessorMixin | None]
     """What reads images: the student's processor under an empty name, and those of teachers that have their own."""
     reads_images: bool | None
@@ -101,10 +102,6 @@ class Prepared:
     environments: Environments | None
     tools: Sequence[Callable[..., Any]] | None
     """As templates describe them, those of the environments too."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return text_tokenizer(self.processing_class)
 
 
 def prepare(
@@ -279,7 +276,10 @@ def prepare(
     if cross is None:
         check_tokenizers(tokenizer, models, teacher_processing_class, args)
     else:
-        theirs = _tokenizers(models, teacher_processing_class, args)
+        found = tokenizers_of(models, teacher_processing_class, args)
+        theirs = {name: one for name, (one, _) in found.items() if one is not None}
+        if unknown := [name for name in models if name not in theirs]:
+            raise ValueError(f"The tokenizer of the {unknown[0]} is not known: pass it as `teacher_processing_class`.")
         requests = [one for some in rows.values() for one in some.first_requests(intake)]
         texts = [text for one in requests for prompt in (one.student, one.of_teacher) for text in prompt.texts]
         cross = cross(args, tokenizer, theirs, texts)
@@ -293,7 +293,7 @@ def prepare(
         reads_solutions=needs_column,
         rows=rows,
         intake=intake,
-        processing_class=processing_class,
+        tokenizer=tokenizer,
         processors=processors,
         reads_images=reads_images,
         row_columns=columns,
@@ -438,11 +438,3 @@ def _check_models(
         is_away = args.teacher_offload == "zero3" or not {name, ONLY}.isdisjoint(servers(args))
         why = "pass a merged model, or set `teacher_offload='stream'` without a server"
         refuse([(is_away, f"`{called}`, an adapter, on a server or with `teacher_offload='zero3'`", why)])
-
-
-def _tokenizers(models: Mapping[str, Any], given: Any, args: OPSDConfig) -> dict[str, PreTrainedTokenizerBase]:
-    """Those of the teachers, which have their own."""
-    found = {name: one for name, (one, _) in tokenizers_of(models, given, args).items() if one is not None}
-    if unknown := [name for name in models if name not in found]:
-        raise ValueError(f"The tokenizer of the {unknown[0]} is not known: pass it as `teacher_processing_class`.")
-    return found

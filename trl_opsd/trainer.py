@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -374,33 +374,25 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Raises:
             ValueError: There is no such teacher, it is behind a server or sharded, or has a tokenizer of its own.
         """
-        if hasattr(teacher, "complete"):
-            with self._generation.substituted(teacher):
-                yield
-            return
-        if self.cross is not None:
+        if self.cross is not None and not hasattr(teacher, "complete"):
             raise ValueError(
                 "`generating_with` with `cross_tokenizer`: prompts are ids of the student's tokens, which no "
                 "other model reads: measure the teacher in a run of its own, as the student."
             )
         if isinstance(teacher, str) and teacher not in self.teachers:
             raise ValueError(f"`generating_with({teacher!r})`: expected a model, or one of {sorted(self.teachers)}.")
-        if isinstance(teacher, str):
-            with self._generation.substituted(self.teacher_rollout(teacher)):
-                yield
-            return
-        limits_of = next(iter(self.readers.teacher_limits.values()))
-        trainable = [one for one in teacher.parameters() if one.requires_grad]
-        context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
-        try:
-            frozen = FrozenTeacher(Resident(teacher, self.accelerator.device))
-            with self._generation.substituted(
-                self._generation.teacher_rollout(frozen, replace(limits_of, context=context))
-            ):
-                yield
-        finally:
-            for one in trainable:
-                one.requires_grad_()
+        with ExitStack() as stack:
+            if isinstance(teacher, str):
+                teacher = self.teacher_rollout(teacher)
+            elif not hasattr(teacher, "complete"):
+                limits = next(iter(self.readers.teacher_limits.values()))
+                context = min((one for one in (context_of(teacher), limits.context) if one is not None), default=None)
+                for one in teacher.parameters():
+                    stack.callback(one.requires_grad_, one.requires_grad)
+                frozen = FrozenTeacher(Resident(teacher, self.accelerator.device))
+                teacher = self._generation.teacher_rollout(frozen, replace(limits, context=context))
+            stack.enter_context(self._generation.substituted(teacher))
+            yield
 
     def teacher_rollout(self, name: str) -> TeacherRollout:
         """A teacher, whose `complete` continues prompts of token ids; a `ValueError` if it cannot generate."""

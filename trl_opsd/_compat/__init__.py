@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from functools import partial
 
 _NOISE = {
     "vllm.triton_utils.importing": "Triton is installed",
@@ -28,16 +27,8 @@ _WARNINGS = (
 """Message, category and module of warnings."""
 
 
-def drop_import_noise() -> None:
-    """Filters these messages, and no others of their loggers."""
-    for about in _WARNINGS:
-        warnings.filterwarnings("ignore", *about)
-    for name, start in _NOISE.items():
-        logging.getLogger(name).addFilter(partial(_is_other, start))
-
-
-def _is_other(start: str, record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(start)
-
-
-drop_import_noise()  # before a module of this package imports TRL
+# Before a module of this package imports TRL; no other messages of these loggers.
+for about in _WARNINGS:
+    warnings.filterwarnings("ignore", *about)
+for name, start in _NOISE.items():
+    logging.getLogger(name).addFilter(lambda record, start=start: not str(record.msg).startswith(start))  # type: ignore[misc]

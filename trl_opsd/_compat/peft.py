@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_opsd._compat.sharding import plain_name
+from trl_opsd._compat.versions import replaced
 
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model of `transformers`, bare or wrapped by `peft`."""
@@ -303,8 +304,5 @@ def called_before_peft(look: Callable[[Any], None]) -> Iterator[None]:
         look(model)
         return wrap(model, *args, **kwargs)
 
-    distillation_trainer.get_peft_model = seen
-    try:
+    with replaced(distillation_trainer, get_peft_model=seen):
         yield
-    finally:
-        distillation_trainer.get_peft_model = wrap

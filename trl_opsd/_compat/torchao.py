@@ -91,11 +91,6 @@ class FakeQuantizer:
             value = distribute_tensor(value, weight_OI.device_mesh, weight_OI.placements, src_data_rank=None)
         return value
 
-    @torch.no_grad()
-    def of_input(self, states: Tensor) -> Tensor:
-        """[..., I], what a layer computes with in place of its input."""
-        return states if self.activation is None else self.activation(states)
-
 
 def _quantized(weight_OI: Tensor, config: Any) -> Any:
     """The weight as torchao saves it."""
@@ -144,7 +139,9 @@ class FakeQuantizedLinear(nn.Linear):
             value = self.quantizer.of_weight(self.weight)
         weight = _StraightThrough.apply(self.weight, value)
         if self.quantizer.activation is not None:
-            states = _StraightThrough.apply(states, self.quantizer.of_input(states))
+            with torch.no_grad():
+                quantized = self.quantizer.activation(states)
+            states = _StraightThrough.apply(states, quantized)
         return nn.functional.linear(states, weight, self.bias)
 
 

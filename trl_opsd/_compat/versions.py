@@ -5,7 +5,8 @@ To silence the warning: `logging.getLogger("trl_opsd._compat.versions").setLevel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -99,3 +100,14 @@ def set_known(owner: Any, **values: Any) -> None:
         )
     for name, value in values.items():
         setattr(owner, name, value)
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes as [`set_known`] while the context is open."""
+    before = {name: getattr(owner, name) for name in values}
+    set_known(owner, **values)
+    try:
+        yield
+    finally:
+        set_known(owner, **before)

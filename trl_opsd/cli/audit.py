@@ -6,8 +6,8 @@ B rows · C completion tokens · H hidden size · n tokens that count
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from pandas import DataFrame, concat
 from torch import Tensor
 
 from trl_opsd._compat.sharding import gathered_head, whole_head
+from trl_opsd._compat.versions import replaced
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import build, leave_nothing, read
 from trl_opsd.loop.batch import Batch
@@ -122,7 +123,13 @@ def audit(trainer: OPSDTrainer, rows: int = 32) -> Audit:
     inputs = _rows_of(trainer.train_dataset, rows, trainer.args.seed)
     if len(inputs) < FEW:
         raise ValueError(f"An audit of {len(inputs)} rows of the `train_dataset`: expected at least {FEW}.")
-    with _as_in_training(trainer), trainer.rollout.session():
+    with (
+        replaced(trainer.args, eval_temperature=None),  # evaluations sample as trainings do
+        replaced(trainer, log_completions=False),
+        preserved_mode(trainer.model),
+        trainer.rollout.session(),
+    ):
+        trainer.model.eval()
         batch, rewards = _completed(trainer, inputs)
         rollout, teachers, objective = batch.rollout, trainer.teachers, trainer.current_objective
         itself = OwnTeacher(trainer.model, trainer.in_student, nullcontext, lambda: trainer.batching_to_learn)
@@ -168,19 +175,6 @@ def _rows_of(dataset: Any, rows: int, seed: int) -> list[dict[str, Any]]:
     if isinstance(dataset, Dataset):
         return [dataset[int(row)] for row in np.random.default_rng(seed).permutation(len(dataset))[:rows]]
     return list(islice(dataset or (), rows))
-
-
-@contextmanager
-def _as_in_training(trainer: OPSDTrainer) -> Iterator[None]:
-    """Evaluations sample as trainings do, and log no texts."""
-    args, given = trainer.args, (trainer.args.eval_temperature, trainer.log_completions)
-    args.eval_temperature, trainer.log_completions = None, False
-    try:
-        with preserved_mode(trainer.model):
-            trainer.model.eval()
-            yield
-    finally:
-        args.eval_temperature, trainer.log_completions = given
 
 
 def _completed(trainer: OPSDTrainer, inputs: list[dict[str, Any]]) -> tuple[Batch, np.ndarray | None]:
@@ -343,10 +337,7 @@ def tokens_of(
 
 
 def _kl(of: Objective, student: tuple[Tensor, OutputHead], teacher: tuple[Tensor, OutputHead]) -> Tensor:
-    plain = Objective(
-        divergence=ForwardKL(), temperatures=of.temperatures, chunk_tokens=of.chunk_tokens, vocabulary=of.vocabulary
-    )
-    return plain.of(student, teacher, None, None).divergence
+    return replace(of, divergence=ForwardKL(), kl_clip=None).of(student, teacher, None, None).divergence
 
 
 @torch.no_grad()

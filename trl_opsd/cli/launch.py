@@ -22,6 +22,7 @@ from accelerate.utils import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from trl_opsd._compat.versions import replaced
 from trl_opsd.cli.options import GROUPS, OptionParser
 
 if TYPE_CHECKING:
@@ -57,10 +58,9 @@ def run(
     parser.check(script)  # once, before each process of the launch imports the trainer to find the same mistake
     command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, *words, *script]
     agent = getLogger("torch.distributed.elastic.multiprocessing.api")
-    agent.disabled = True  # it would report a failure that the process has printed already
-    alone, launching.simple_launcher = launching.simple_launcher, _replace_process
-    try:
-        launch_command(launch_command_parser().parse_args(command))
+    try:  # the agent would report a failure that the process has printed already
+        with replaced(launching, simple_launcher=_replace_process), replaced(agent, disabled=True):
+            launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         own = [one.exitcode for one in error.failures.values() if one.exitcode > 0]
         if not own:  # signals, which a process could not report itself; else the launcher sent them to the others
@@ -71,9 +71,6 @@ def run(
         sys.exit(128 + error.sigval)
     except CalledProcessError as error:
         sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
-    finally:
-        launching.simple_launcher = alone
-        agent.disabled = False
 
 
 def _replace_process(args: Any) -> None:

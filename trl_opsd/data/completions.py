@@ -80,12 +80,8 @@ def _has_conversations(dataset: Any) -> bool:
 
 
 def _split_row(row: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
-    return split(row[_COLUMN], f"row {number} of {where}")
-
-
-def split(messages: Any, where: str) -> dict[str, Any]:
     """The prompt and the completion of a conversation, which must end with an answer of the assistant."""
-    name = f"The conversation in {where}"
+    messages, name = row[_COLUMN], f"The conversation in row {number} of {where}"
     check_prompt(messages, name)
     if (role := messages[-1]["role"]) != "assistant":
         raise ValueError(

@@ -71,11 +71,6 @@ class Prompt:
     """Whether a model's processor has to read it."""
 
     @property
-    def has_parts(self) -> bool:
-        """Whether a message's content is a list of parts."""
-        return self.kind == "messages" and any(isinstance(one["content"], list) for one in self.value)
-
-    @property
     def texts(self) -> list[str]:
         """Its text, or the texts of its messages."""
         if self.kind == "text":

@@ -202,7 +202,7 @@ class Reader:
             raise ValueError(f"{prompts[0].where}: the tokenizer's chat template rejects it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where, prompt.processor)
-            if prompt.kind == "messages" and prompt.has_parts:
+            if prompt.kind == "messages" and any(isinstance(one["content"], list) for one in prompt.value):
                 check_parts(prompt.value, self.tokenizer_of(prompt).decode(ids), prompt.where)
         return found
 

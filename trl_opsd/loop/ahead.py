@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import whole_head
+from trl_opsd._compat.versions import replaced
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.loader import NextRows
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode
@@ -51,8 +52,11 @@ class Ahead:
         if completions is None:
             completions = self._host.complete(prompt_ids)
         self._begin()
-        # After the request for the next rows: the server generates while this forward runs.
-        self.before_step = self._probed(prompt_ids, completions)
+        # After the request for the next rows: the server generates while this forward runs. The longest row gives most
+        # tokens; all are of one row, so that the measurement is one short forward.
+        row = max(range(len(completions)), key=lambda number: min(len(completions[number]), PROBED))
+        rollout = self._host.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]])
+        self.before_step = rollout, self._log_probabilities(rollout)
         return completions
 
     def wait(self) -> None:
@@ -98,21 +102,11 @@ class Ahead:
         """Starts to generate the rows of the next step with the weights of this one."""
         if not self._next.rows:
             return
-        teaching = self._host.teaching
-        teaching.steps_ahead = 1
-        try:
-            prompt_ids = self._host.prompt_ids_of(teaching.read_rows(self._next.rows))
-        finally:
-            teaching.steps_ahead = 0
+        with replaced(self._host.teaching, steps_ahead=1):
+            prompt_ids = self._host.prompt_ids_of(self._host.teaching.read_rows(self._next.rows))
         self._coming, self._came = (prompt_ids, Prefetcher(self._generation.stream(prompt_ids))), {}
 
     # ---- How far the generating weights are from the current ones ---------------------------------------------------
-
-    def _probed(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> tuple[Rollout, Tensor]:
-        # The longest row gives most tokens; all are of one row, so that the measurement is one short forward.
-        row = max(range(len(completions)), key=lambda number: min(len(completions[number]), PROBED))
-        rollout = self._host.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]])
-        return rollout, self._log_probabilities(rollout)
 
     def _distance(self) -> float:
         """KL(student before the last step ‖ student now) per token in nats, over all processes. Collective."""

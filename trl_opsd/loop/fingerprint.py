@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accelerate.logging import get_logger
+from transformers import ProcessorMixin
 from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd._compat.urls import server_urls
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.images import settings_of
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.backbone import model_shape, shape_of
@@ -78,9 +80,10 @@ def describe_optimizer(given: Any, args: OPSDConfig) -> str:
     return str(OptimizerNames(args.optim).value).removesuffix("_fused")
 
 
-def describe_processors(settings: Mapping[str, Any]) -> dict[str, str | None]:
-    """The class of each processor and a digest of its settings: it makes the tokens of an image."""
-    return {name: one and f"{one['class']}, {_hashed(json.dumps(one, default=str))}" for name, one in settings.items()}
+def describe_processor(processor: ProcessorMixin | None) -> str | None:
+    """The class of a processor and a digest of its settings: it makes the tokens of an image."""
+    settings = settings_of(processor)
+    return None if settings is None else f"{settings['class']}, {_hashed(json.dumps(settings, default=str))}"
 
 
 def _hashed(text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.versions import replaced
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.images import in_parts
 from trl_opsd.data.readers import PromptLimits
@@ -242,11 +243,8 @@ class Generation:
     @contextmanager
     def substituted(self, substitute: Any) -> Iterator[None]:
         """Has the method `complete` of a substitute write all turns, in place of the rollout."""
-        outer, self._substitute = self._substitute, substitute
-        try:
+        with replaced(self, _substitute=substitute):
             yield
-        finally:
-            self._substitute = outer
 
     def teacher_rollout(self, teacher: Any, limits: PromptLimits) -> TeacherRollout:
         """A teacher that completes prompts; a `ValueError` if it cannot."""

@@ -61,7 +61,7 @@ class Overlap:
         """The loss of a step and its gradient, as if its denominator had been known from the beginning."""
         *early, last = losses
         factor = self._constant / self._weight
-        if not self._host.is_deepspeed_enabled:  # which has stepped already, with `_scaled_last`
+        if not self._host.is_deepspeed_enabled:  # which has stepped already, with the last divisor
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
@@ -110,7 +110,11 @@ class Overlap:
         total = float(accelerator.gather(weight).sum())
         # A step without loss tokens has losses of 0, whatever divides them.
         self._weight, self._last_weight = total or 1.0, total or self._last_weight
-        with self._scaled_last() as divisor:
+        # DeepSpeed steps in the last backward pass, and divides the whole gradient by what it takes for a loss scale.
+        scaled: AbstractContextManager[float] = nullcontext(self._constant)
+        if host.is_deepspeed_enabled:
+            scaled = rescaled(host.model_wrapped.optimizer, self._constant, self._weight)
+        with scaled as divisor:
             yield part, torch.tensor(divisor, device=accelerator.device), True
         learned.append(perf_counter())
         host.record("overlap/first_backward", learned[0] - start)
@@ -173,15 +177,6 @@ class Overlap:
             none = replace(batch.rollout, weights=torch.zeros_like(batch.rollout.weights))
             return replace(batch, rollout=none)
         return batch
-
-    def _scaled_last(self) -> AbstractContextManager[float]:
-        """Context of the last micro-batch, which gives the divisor of its loss.
-
-        DeepSpeed steps in the last backward pass, and divides the whole gradient by what it takes for a loss scale.
-        """
-        if not self._host.is_deepspeed_enabled:
-            return nullcontext(self._constant)
-        return rescaled(self._host.model_wrapped.optimizer, self._constant, self._weight)
 
 
 class Waiting:

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
+from trl_opsd._compat.versions import replaced
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
 from trl_opsd.methods.rows import BatchRow, Written
@@ -284,14 +285,11 @@ class StepStats:
         args, accounts, metrics = self._trainer.args, self._accounts["eval"], dict[str, float]()
         recorded.clear()  # left by an interrupted evaluation, as are the accounts
         accounts.clear()
-        batches = self._completed = []
-        with preserved_rng(self._trainer.accelerator.device):
+        batches = list[dict[str, Tensor]]()
+        with preserved_rng(self._trainer.accelerator.device), replaced(self, _completed=batches):
             # The same samples in each evaluation, other ones per process.
             set_seed(args.seed, device_specific=True)
-            try:
-                yield metrics
-            finally:
-                self._completed = None
+            yield metrics
         of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
         self._trainer.methods.evaluated(accounts.totals)
         weight = accounts.totals["weight"]

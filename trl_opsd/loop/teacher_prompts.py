@@ -42,12 +42,9 @@ class TeacherPrompts:
             prompt: Prompt | None = row.request.of_teacher
             if row.prompt_weight:
                 prompt = self._host.methods.teacher_prompt(row, text, row.request.of_teacher)
-            rewritten.append(self._or_none(row, prompt))
+            row.gate *= float(prompt is not None)
+            rewritten.append(row.request.of_teacher if prompt is None else prompt)
         return rewritten
-
-    def _or_none(self, row: BatchRow, prompt: Prompt | None) -> Prompt:
-        row.gate *= float(prompt is not None)
-        return row.request.of_teacher if prompt is None else prompt
 
     def read(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
         """The same completions, token by token, after the prompts of their teachers."""
@@ -108,7 +105,8 @@ class TeacherPrompts:
         """The teacher's prompt where the text beside the columns leaves no room."""
         request, intake = row.request, self._readers.intake
         if not intake.is_told:
-            return self._or_none(row, request.of_teacher if request.tells_more else None)
+            row.gate *= float(request.tells_more)
+            return request.of_teacher
         logger.warning_once(f"What the environment of {request.where} tells its teacher leaves no room in its context.")
         row.request = replace(request, of_teacher=request.student)
         row.gate *= float(not intake.needs_context)

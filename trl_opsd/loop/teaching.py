@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
-from trl_opsd.data.images import begin_reading, places, settings_of
+from trl_opsd.data.images import begin_reading, places
 from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
@@ -27,7 +27,7 @@ from trl_opsd.models.backbone import shape_of
 from trl_opsd.models.checks import student_limits
 from trl_opsd.options.rules import check_train_size
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.teacher.base import innermost
+from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
@@ -229,7 +229,8 @@ class Teaching:
     @property
     def begins_early(self) -> bool:
         """Whether a teacher benefits from `expect`."""
-        return self.teachers.begin_early and "teach" not in own_verbs(type(self._host))
+        uses_it = any(type(one).expect is not Teacher.expect for one in self.teachers.values())
+        return uses_it and "teach" not in own_verbs(type(self._host))
 
     def expect(self, rollout: Rollout, rows: Sequence[BatchRow]) -> None:
         """Notifies the teachers of rows that `targets` will soon be called with."""
@@ -244,6 +245,7 @@ class Teaching:
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Of the run, with the teachers and options as they are now."""
         host, rewards = self._host, self.learned_rewards
+        processors = {} if host.reads_images is False else host.processors  # there are no images
         if self._described_rows is None:
             calls_functions = self.readers.intake.prompt_fn is not None or bool(rewards)
             columns = None if calls_functions else self._given.row_columns  # a function may read any
@@ -257,13 +259,8 @@ class Teaching:
             train_dataset=self._described_rows,
             adapter=describe_adapters(host.model),
             tools=[tool.__name__ for tool in host.tools or ()],
-            processors=fingerprint.describe_processors(self._processors()),
+            processors={name: fingerprint.describe_processor(one) for name, one in processors.items()},
         )
-
-    def _processors(self) -> dict[str, Any]:
-        """What decides how images are read; empty where there are none."""
-        may_read = self._host.reads_images is not False
-        return {name: settings_of(one) for name, one in self._host.processors.items()} if may_read else {}
 
     def _functions(self) -> dict[str, Any]:
         """Functions of the user that are called, by name in messages."""

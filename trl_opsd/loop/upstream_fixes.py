@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd._compat.sharding import reshard
 from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
-from trl_opsd._compat.versions import set_known
+from trl_opsd._compat.versions import replaced, set_known
 from trl_opsd.checkpoints import check_rates
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
@@ -111,12 +111,8 @@ class UpstreamFixes(DistillationTrainer):
             order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
             dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
         self._streams = {**self._streams, "eval": stream}
-        before = {name: getattr(args, name) for name in options}
-        args.__dict__.update(options)  # what transformers builds the loader with
-        try:
+        with replaced(args, **options):  # what transformers builds the loader with
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        finally:
-            args.__dict__.update(before)
 
     # Once a training, when its number of steps is known, and before anything of a checkpoint but weights is loaded.
     def _init_training_state(
@@ -136,7 +132,8 @@ class UpstreamFixes(DistillationTrainer):
         if self._streams.get("train") is not None and not self.args.ignore_data_skip:
             # transformers counts all steps of a stream as its first pass (huggingface/transformers#33544).
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
-            passes, steps = _position(state)
+            total = round((state.epoch or 0.0) * state.max_steps)  # `epoch` is passes + steps / max_steps
+            passes, steps = (0, total) if total == state.global_step else divmod(total, state.max_steps)
             begin = passes, steps * self.args.gradient_accumulation_steps
         # It compares the steps with `max_steps` after a step only (trainer.py:1600), and would train one more.
         if self.state.global_step < max_steps:
@@ -253,11 +250,3 @@ class UpstreamFixes(DistillationTrainer):
             self._deepspeed_config = deepcopy(config)
         config.clear()
         config.update(deepcopy(self._deepspeed_config))
-
-
-def _position(state: TrainerState) -> tuple[int, int]:
-    """Completed passes over a stream, and optimizer steps since the last; `epoch` is passes + steps / max_steps."""
-    total = round((state.epoch or 0.0) * state.max_steps)
-    if total == state.global_step:
-        return 0, total
-    return divmod(total, state.max_steps)

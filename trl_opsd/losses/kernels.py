@@ -55,7 +55,9 @@ def agree(run: Callable[[Any], Sequence[Tensor]], kernel: Any, eager: Any, name:
         # Compiling needs a C compiler and a device that Triton knows; whatever is missing, the eager steps work.
         found = f"failed with {type(error).__name__}: {error}"
     else:
-        gap = max(_gap(one, other) for one, other in zip(ours, expected, strict=True))
+        # Relative to the largest number; all may be 0.
+        pairs = zip(ours, expected, strict=True)
+        gap = max(float((one - other).abs().max() / other.abs().max().clamp(min=1e-9)) for one, other in pairs)
         if gap <= _LIMIT:
             return True
         found = f"differs by {gap:.1e} from the computation without it"
@@ -64,11 +66,6 @@ def agree(run: Callable[[Any], Sequence[Tensor]], kernel: Any, eager: Any, name:
         stacklevel=2,
     )
     return False
-
-
-def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number; all numbers may be 0."""
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-9))
 
 
 def _on_a_tile(

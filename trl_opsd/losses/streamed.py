@@ -370,7 +370,10 @@ def streamed_entropy(
         return KnownTokens.unpack(model.hidden).entropy()
     entropy_N = torch.empty(len(model.hidden), device=model.hidden.device)
     for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
-        entropy_N[rows] = _entropy_(logits_RV) if ids is None else _surprise(logits_RV, ids[rows])
+        if ids is None:
+            entropy_N[rows] = _entropy_(logits_RV)
+        else:
+            entropy_N[rows] = logits_RV.logsumexp(-1) - logits_RV.gather(-1, ids[rows].unsqueeze(-1)).squeeze(-1)
     return entropy_N
 
 
@@ -421,8 +424,3 @@ def _entropy_(logits_RV: Tensor) -> Tensor:
     probs_RV = logits_RV.exp()
     total_R = probs_RV.sum(-1)
     return total_R.log() - probs_RV.mul_(logits_RV).sum(-1) / total_R
-
-
-def _surprise(logits_RV: Tensor, ids_R: Tensor) -> Tensor:
-    """[R]."""
-    return logits_RV.logsumexp(-1) - logits_RV.gather(-1, ids_R.unsqueeze(-1)).squeeze(-1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
@@ -38,18 +39,12 @@ METHODS: tuple[type[Method], ...] = (
 
 NAMED: Mapping[str, type[Method]] = MappingProxyType(
     {
-        "aggregation": Aggregation,
-        "anchor": Anchor,
-        "collapse_guard": CollapseGuard,
-        "contrast": Contrast,
-        "extrapolation": Extrapolation,
-        "off_policy": OffPolicy,
-        "rewards": Rewards,
-        "student_quantization": StudentQuantization,
-        "token_selection": TokenSelection,
+        re.sub(r"\B([A-Z])", r"_\1", one.__name__).lower(): one
+        for one in sorted(METHODS, key=lambda one: one.__name__)
+        if one is not PromptFunction  # which has an argument of its own
     }
 )
-"""Those that are passed, by their names in `OPSDConfig(methods=...)`."""
+"""Those that are passed, by their names in `OPSDConfig(methods=...)`: `"token_selection"` for [`TokenSelection`]."""
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {**OF_TRAINER, **{name: metric for one in METHODS for name, metric in one.metrics.items()}}

@@ -101,7 +101,7 @@ class Methods:
     def __init__(self, host: Any, methods: Sequence[Method] = ()) -> None:
         self._host, self._methods = host, methods
         self._having: dict[str, list[Method]] = {}
-        self.any = cache(self._any)
+        self.any = cache(lambda trait: any(getattr(one, trait) for one in methods))
         """Whether one has a trait: an attribute of [`Method`] that is true or false, and stays so."""
         for one in methods:
             one.bind(host)
@@ -122,9 +122,6 @@ class Methods:
         return self._having[hook]
 
     # ---- What they say of themselves --------------------------------------------------------------------------------
-
-    def _any(self, trait: str) -> bool:
-        return any(getattr(one, trait) for one in self)
 
     @cached_property
     def of_user(self) -> list[Method]:

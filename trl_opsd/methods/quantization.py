@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +75,11 @@ class StudentQuantization(Method, TrainerCallback):
             raise ValueError(f"`StudentQuantization`: {reason}, but {said}.")
         layers, self._kept = {}, []
         inside = {id(one) for one in without_peft(model).get_decoder().modules()}
-        for name, layer in _linear(model):
+        added = inside_adapters(model)
+        for full, layer in model.named_modules():
+            if not isinstance(layer, nn.Linear) or id(layer) in added:
+                continue
+            name = base_name(full)  # in a checkpoint of the base
             # A subclass may compute otherwise: routers are some.
             is_plain = type(layer) in (nn.Linear, FakeQuantizedLinear)
             if is_plain and id(layer) in inside and layer is not model.get_output_embeddings():
@@ -120,11 +124,3 @@ class StudentQuantization(Method, TrainerCallback):
         packs = not is_peft(self.host.model)
         save_quantized(kind, source, into, self._config, self._kept, self.host.accelerator.device, packs, **place)
         (self.host.processor or self.host.processing_class).save_pretrained(into)
-
-
-def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers by their names in a checkpoint of the base, without those of adapters."""
-    inside = inside_adapters(model)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and id(module) not in inside:
-            yield base_name(name), module

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd._compat.values import Finite, NotNegative
+from trl_opsd._compat.versions import replaced
 from trl_opsd.data.completions import Outcome, reads_outcome, texts_of
 from trl_opsd.data.prompts import SUCCESS_TEMPLATE
 from trl_opsd.environments import Environments
@@ -295,12 +296,10 @@ class Rewards(Method):
     @contextmanager
     def evaluation(self, prefix: str) -> Iterator[None]:
         """Records the rewards of all rows of an evaluation at its end; with `log_completions` saves them with texts."""
-        evaluated = self._evaluated = []
+        evaluated = list[Tensor]()
         self._texts = {"prompt": [], "completion": []}
-        try:
+        with replaced(self, _evaluated=evaluated):
             yield
-        finally:
-            self._evaluated = None
         if evaluated:
             rewards_RF = torch.cat(evaluated)
             self._record(rewards_RF)

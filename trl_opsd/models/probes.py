@@ -142,7 +142,10 @@ def check_head(one: Probed) -> None:
         ids_BL = torch.arange(8, device=device).mul(rows // 8)[None]  # spread over the vocabulary
         # The whole model first: compressed-tensors unpacks weights in a hook of its first forward.
         own_BLV, hidden_BLH = one.evaluate(
-            lambda: (one.run(_own_logits, ids_BL), one.run(hidden_states, ids_BL, torch.ones_like(ids_BL)))
+            lambda: (
+                one.run(lambda model, ids: model(input_ids=ids, use_cache=False).logits, ids_BL),
+                one.run(hidden_states, ids_BL, torch.ones_like(ids_BL)),
+            )
         )
         with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_head(one.model) as whole:
             expected_BLV, actual_BLV = own_BLV.to(device).float(), logits_of(hidden_BLH.to(device), whole)
@@ -166,11 +169,6 @@ def check_head(one: Probed) -> None:
         f"scale={head.scale} and softcap={head.softcap}: {gap}. The loss would use logits that differ from the model's "
         "own. Use an architecture whose head has this form, or report the unsupported one."
     )
-
-
-def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
-    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
-    return logits_BLV
 
 
 # ---- Gradients: a student runs in training mode, in which some families differ, and they reach its layers ------------

@@ -37,15 +37,11 @@ def set_group_timeout(time: timedelta) -> None:
     as DeepSpeed's, has torch's default: 10 minutes with NCCL, less than a rollout may take, and 30 with gloo.
     """
     for group in c10d._world.pg_map:  # torch has no public list of all groups
-        for backend in _backends(group):
-            if backend.options._timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
+        for kind in {one.type for one in group._device_types}:
+            backend: Any = group._get_backend(torch.device(kind))
+            defaults = constants.default_pg_timeout, constants.default_pg_nccl_timeout
+            if hasattr(backend, "_set_default_timeout") and backend.options._timeout in defaults:
                 backend._set_default_timeout(time)
-
-
-def _backends(group: Any) -> list[Any]:
-    """The backends of a group, one for each device type, whose timeout can be set."""
-    found = [group._get_backend(torch.device(device)) for device in {one.type for one in group._device_types}]
-    return [one for one in found if hasattr(one, "_set_default_timeout")]
 
 
 _STACKS_DELAY = 0.3

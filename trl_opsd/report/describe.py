@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.versions import installed
@@ -74,8 +74,11 @@ class Banner(TrainerCallback):
 
 
 def text(trainer: OPSDTrainer) -> str:
-    """The description, an entry for each part."""
-    return "\n".join([type(trainer).__name__, *_filled([*_parts(trainer).items(), *_rows(trainer)])])
+    """The description, names and texts in two columns."""
+    parts = [*_parts(trainer).items(), *_rows(trainer)]
+    width = max(len(name) for name, _ in parts)
+    filler = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * (width + 4), break_on_hyphens=False)
+    return "\n".join([type(trainer).__name__, *(filler.fill(f"  {name:<{width}}  {said}") for name, said in parts)])
 
 
 def published(trainer: OPSDTrainer) -> dict[str, str]:
@@ -140,7 +143,10 @@ def _parts(trainer: OPSDTrainer) -> dict[str, str]:
     while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
         used = used.optimizer
     name = args.optim.value if used is None else type(used).__name__
-    return {**parts, "optimizer": f"{name}, learning rate {', '.join(map(str, _rates(trainer)))}"}
+    groups = getattr(trainer.optimizer, "param_groups", [])
+    # A scheduler keeps the rate it starts from, and changes the other at once.
+    rates = sorted({float(one.get("initial_lr", one["lr"])) for one in groups}) or [args.learning_rate]
+    return {**parts, "optimizer": f"{name}, learning rate {', '.join(map(str, rates))}"}
 
 
 def _student(trainer: OPSDTrainer) -> str:
@@ -149,12 +155,6 @@ def _student(trainer: OPSDTrainer) -> str:
     part = "" if len(trained) == len(list(model.parameters())) else f", {sizes(trained)} trainable"
     computes = "" if precision == "no" else f"; computes in {precision}"
     return f"{described(model)}{part}{computes}{'; rounds float32 products' if rounds_float32() else ''}"
-
-
-def _rates(trainer: OPSDTrainer) -> list[float]:
-    groups = getattr(trainer.optimizer, "param_groups", [])
-    # A scheduler keeps the rate it starts from, and changes the other at once.
-    return sorted({float(one.get("initial_lr", one["lr"])) for one in groups}) or [trainer.args.learning_rate]
 
 
 def _steps(trainer: OPSDTrainer) -> str:
@@ -220,20 +220,8 @@ def _unread(trainer: OPSDTrainer, dataset: AnyDataset) -> list[str]:
 def _decoded(trainer: OPSDTrainer, reader: Reader, request: Request) -> str:
     prompt = reader.prompt_of(request)
     source = "chat template" if prompt.kind == "messages" else "text, no chat template"
-    return _shown(trainer, reader.token_ids([prompt])[0], reader.tokenizer_of(prompt), source)
-
-
-def _shown(trainer: OPSDTrainer, ids: list[int], tokenizer: PreTrainedTokenizerBase, source: str) -> str:
-    said = readable(ids, tokenizer, trainer.placeholders)
+    ids = reader.token_ids([prompt])[0]
+    said = readable(ids, reader.tokenizer_of(prompt), trainer.placeholders)
     if len(said) > _PROMPT:
         said = f"{said[: _PROMPT // 2]} [...] {said[-_PROMPT // 2 :]}"
     return f"{len(ids)} tokens ({source}): {said!r}"
-
-
-def _filled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Names and texts in two columns."""
-    parts = list(parts)
-    width = max(len(name) for name, _ in parts)
-    indent = " " * (width + 4)
-    for name, said in parts:
-        yield textwrap.fill(f"  {name:<{width}}  {said}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from trl_opsd._compat.peft import CausalLM, without_peft
+from trl_opsd._compat.versions import replaced
 from trl_opsd.models.padding import PADDED, BatchPolicy, agree
 from trl_opsd.parallel.precision import least_precise
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
@@ -80,13 +81,9 @@ class Batching:
 
 def prove_batching(model: CausalLM, policy: BatchPolicy, vocabulary: int, collective: bool) -> Batching:
     """Tries the ways to generate that `policy` allows, the fastest first; a single prompt must work."""
-    bare = without_peft(model)
     # The checkpoint's own beams or caches are not properties of the architecture.
-    own, bare.generation_config = bare.generation_config, GenerationConfig()
-    try:
+    with replaced(without_peft(model), generation_config=GenerationConfig()):
         return _proved(_Trial(model, vocabulary), policy, collective)
-    finally:
-        bare.generation_config = own
 
 
 def _proved(trial: _Trial, policy: BatchPolicy, collective: bool) -> Batching:

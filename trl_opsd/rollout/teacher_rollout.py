@@ -51,18 +51,13 @@ class TeacherRollout:
         self._rollout.has_whole_copies, self._rollout.generator = True, limits.reader
         self._rollout.bind(self._host)
         self._rollout.prove()  # now: under DeepSpeed all processes must take part
-        if not is_student:
-            self._warn_of_ends(host, teacher.model)
-
-    def _warn_of_ends(self, host: Host, model: CausalLM) -> None:
-        """Warns where the teacher's own generation config ends completions elsewhere."""
-        reader = self._host.limits.reader
-        ends = model.generation_config.eos_token_id
+        # Its own generation config may end completions elsewhere.
+        ends = None if is_student else teacher.model.generation_config.eos_token_id
         theirs = {ends} if isinstance(ends, int) else set(ends or ())
         if others := sorted(theirs - set(self._host.eos_token_ids)):
             logger.warning(
-                f"`seq_kd=True`: {reader} ends with {sorted(theirs)}, the student with {host.eos_token_ids}, so its "
-                f"completions continue after {others}. If all these are end tokens, set "
+                f"`seq_kd=True`: {limits.reader} ends with {sorted(theirs)}, the student with {host.eos_token_ids}, so "
+                f"its completions continue after {others}. If all these are end tokens, set "
                 f"`generation_kwargs={{'eos_token_id': {sorted(theirs | set(host.eos_token_ids))}}}`."
             )
 

@@ -79,7 +79,7 @@ class Stream:
         return found
 
     def _draw(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in buckets(self.weights, _bytes_of):
+        for bucket in buckets(self.weights, lambda one: sum(part.itemsize * whole_numel(part) for part in one.parts)):
             parts = {id(part): part for weight in bucket for part in weight.parts if in_zero3(part)}
             split = list(parts.values())  # each once
             with self.gathered(split):
@@ -184,7 +184,3 @@ def buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]
         size += here
     if bucket:
         yield bucket
-
-
-def _bytes_of(weight: Weight) -> int:
-    return sum(part.element_size() * whole_numel(part) for part in weight.parts)

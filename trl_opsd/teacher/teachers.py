@@ -139,11 +139,6 @@ class Teachers(dict[str, Teacher]):
             self._unproved.remove(name)  # the proof costs one more call
         return targets
 
-    @property
-    def begin_early(self) -> bool:
-        """Whether any of them uses `expect`."""
-        return any(type(teacher).expect is not Teacher.expect for teacher in self.values())
-
     def expect(self, rollout: Rollout, names: Sequence[str]) -> None:
         """Announces to each teacher its rows, by the teacher's name of each row."""
         for name in dict.fromkeys(names):

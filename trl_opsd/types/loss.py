@@ -211,7 +211,8 @@ def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> Non
     """Rejects parts of a loss that do not fit the rollout's rows, or that in training have no graph."""
     shapes = {"loss": (), "rows": (len(rollout.completion_ids), len(LossParts.ROW_NAMES))}
     # Dtype and shape are known on the host; values are not.
-    if not all(_is_float(getattr(parts, name, None), shape) for name, shape in shapes.items()):
+    given = [(getattr(parts, name, None), shape) for name, shape in shapes.items()]
+    if not all(isinstance(one, Tensor) and one.shape == shape and one.is_floating_point() for one, shape in given):
         raise ValueError(
             f"`{where}` returned {type(parts).__name__}: expected `LossParts(loss=..., rows=...)` with a float loss of "
             f"shape [], divided by `num_items`, and float rows of shape {list(shapes['rows'])}: for each row the sums "
@@ -219,7 +220,3 @@ def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> Non
         )
     if training and torch.is_grad_enabled() and not parts.loss.requires_grad:
         raise ValueError(f"`{where}` returned a loss without a graph, so no gradient: compute it from the student.")
-
-
-def _is_float(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape and value.is_floating_point()

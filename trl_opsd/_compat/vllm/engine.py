@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.multimodal.processing import InputProcessingContext
 from vllm.platforms import current_platform
 
+from trl_opsd._compat.versions import replaced
 from trl_opsd._compat.vllm.process import launcher_environment, preserved_classes, preserved_process, retype
 from trl_opsd._compat.vllm.supported import HEAD, has_head, vocabulary_mask
 from trl_opsd.types import Completion
@@ -43,14 +44,17 @@ class VLLMEngine:
         # A first engine without experts created no expert-parallel group; without data parallelism it is the same.
         if parallel_state._EP is None:
             parallel_state._EP = parallel_state._TP
+        reading: Any = nullcontext()
         if processor is not None:
+            # The checkpoint's may differ, or be missing.
+            reading = replaced(InputProcessingContext, get_hf_processor=lambda *_, **__: processor)
             # Else vLLM normalises pixels by buffers that no checkpoint has, and that are random here.
             llm |= {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0, "audio": 0}}
         # vLLM's transformers backend modifies the model classes of transformers, among them the student's.
         with (
             launcher_environment(),
             preserved_classes(PreTrainedModel) as changed,
-            _reading(processor),
+            reading,
         ):
             self._llm = LLM(
                 # Random weights, so that a weight the student has not sent cannot be right by accident.
@@ -237,14 +241,8 @@ def _end_reload(runner: Any) -> None:
 
 def _shut_down(core: Any) -> None:
     """Shuts an engine down, but keeps the process groups: vLLM would destroy them all, the trainer's included."""
-    kept = {name: getattr(parallel_state, name) for name in _DESTROYERS}
-    try:
-        for name in kept:
-            setattr(parallel_state, name, lambda: None)
+    with replaced(parallel_state, **dict.fromkeys(_DESTROYERS, lambda: None)):
         core.shutdown()
-    finally:
-        for name, destroyer in kept.items():
-            setattr(parallel_state, name, destroyer)
 
 
 def why_no_sleep_mode() -> str | None:
@@ -252,18 +250,6 @@ def why_no_sleep_mode() -> str | None:
     if current_platform.is_sleep_mode_available():
         return None
     return f"vLLM cannot release the memory of an engine on the platform {current_platform.device_name!r}"
-
-
-@contextmanager
-def _reading(processor: Any) -> Iterator[None]:
-    """An engine that is built meanwhile uses `processor`: the checkpoint's may differ, or be missing."""
-    theirs = InputProcessingContext.get_hf_processor
-    if processor is not None:
-        InputProcessingContext.get_hf_processor = lambda *_, **__: processor
-    try:
-        yield
-    finally:
-        InputProcessingContext.get_hf_processor = theirs
 
 
 def _prompt(ids: list[int]) -> dict[str, Any]:
