@@ -94,9 +94,9 @@ def test_every_way_to_quantise_has_a_line_and_saved_student_is_quantised(tmp_pat
     options = ["--output", str(tmp_path), "--model", STUDENT, "--steps", "2", "--seeds", "0", "--held_out", "4"]
     lines = quantised.main([*options, "--controls"])
     capsys.readouterr()
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:5]] for line in lines[2:]}
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:4]] for line in lines[2:]}
     assert [*cells] == ["original", "int2, not trained", *quantised.WAYS, *quantised.CONTROLS]
-    assert cells["original"][2] == "1.000"
+    assert cells["original"][1] == "1.000"
     assert 0 < float(cells["int2, not trained"][1]) != float(cells["on-policy, forward KL"][1])
     words = AutoTokenizer.from_pretrained(STUDENT)
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "student" / "quantized")
