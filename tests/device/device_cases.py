@@ -149,15 +149,13 @@ def varied(folder: Path, name: str) -> np.ndarray:
     return learned(variants.build(models, variants.of("ddp")[name][1], 1))
 
 
-CASES: dict[str, Callable[[Path], np.ndarray]] = {
-    **{f"pairs: {name}": partial(paired, name=name) for name in test_pairs.VARIANTS},
-    **{f"variants: {name}": partial(varied, name=name) for name in variants.of("ddp")},
+CASES: dict[str, Callable[[Path], np.ndarray]] = {  # torch.compile knows streams of real devices alone
+    **{f"pairs: {name}": partial(paired, name=name) for name in test_pairs.VARIANTS if name != "compiled"},
+    **{f"variants: {name}": partial(varied, name=name) for name in variants.of("ddp") if "compiled" not in name},
     **{name: lambda folder, given=given: learned(build(folder, given())) for name, given in OTHERS.items()},
     "resumed": resumed,
     "predict": predicted,
 }
-for name in [one for one in CASES if one.endswith("compiled")]:
-    del CASES[name]  # torch.compile knows streams and tensors of real devices alone
 
 
 def initial(weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

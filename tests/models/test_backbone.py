@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from support import tiny, vision_language
 from transformers import CohereConfig, GraniteConfig
 
+from trl_opsd import HFRollout
 from trl_opsd.data.images import read_with_images
 from trl_opsd.models.backbone import backbone_of, compiled, completion_hidden, hidden_states, layer_list
 from trl_opsd.models.padding import BatchPolicy
@@ -154,6 +155,22 @@ def test_layers_are_compiled_for_one_row_and_for_several_whatever_the_lengths(ma
     for one in layer_list(other).parameters():
         one.zero_()
     assert not torch.equal(hidden_states(other, ids, None), found)
+
+
+def test_a_step_scores_and_trains_by_compiled_layers_and_generates_by_eager_ones(make_trainer, monkeypatch):
+    computed = {True: set(), False: set()}
+
+    def watched(forward, *_):
+        def compute(layer, *given, **named):
+            computed[torch.is_grad_enabled()].add(layer)
+            return forward(layer, *given, **named)
+
+        return compute
+
+    monkeypatch.setattr("trl_opsd.models.backbone._compiled", watched)
+    trainer = make_trainer(torch_compile=True, max_steps=2, rollout=HFRollout())
+    trainer.train()
+    assert computed == {True: {*layer_list(trainer.model)}, False: {*layer_list(trainer.teacher_model)}}
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ _WARNINGS = (
 """Message, category and module of warnings."""
 
 
-# Before a module of this package imports TRL; no other messages of these loggers.
+# Before a module of this package imports TRL; no other messages of these loggers. mypy infers no lambda with a default.
 for about in _WARNINGS:
     warnings.filterwarnings("ignore", *about)
 for name, start in _NOISE.items():
