@@ -36,7 +36,7 @@ from trl_opsd.data.datasets import (
     surveyed,
 )
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS
-from trl_opsd.data.prompts import CONTRAST, PRIVILEGED, Intake, check_columns, tells_more
+from trl_opsd.data.prompts import CONTRAST, PREFIX, PRIVILEGED, Intake, check_columns, tells_more
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import look_at
 from trl_opsd.environments import Environments
@@ -169,16 +169,15 @@ def prepare(
                 "there are targets of completions in the dataset alone; set `lmbda=0`, or pass the teacher instead",
             ),
             (acts and args.overlap == "ahead", f"`environment_factory` with {shown(args, 'overlap')}", each_begins),
-            (acts and args.lmbda < 1, f"`environment_factory` with {shown(args, 'lmbda')}", each_begins),
             (
                 args.remove_unused_columns and (acts or teacher_prompt_fn is not None),
                 f"{shown(args, 'remove_unused_columns')} with an environment or `teacher_prompt_fn`",
                 "its columns would be hidden from it; set it to False",
             ),
             (
-                args.lmbda < 1 and tools,
-                f"{shown(args, 'lmbda')} with `tools`",
-                "completions in the dataset make no tool calls; set `lmbda=1`",
+                args.seq_kd and tools,
+                f"{shown(args, 'seq_kd')} with tools",
+                "the calls of a teacher are not answered; record its episodes, into a column 'completion'",
             ),
             (
                 teacher_prompt_fn is not None and args.seq_kd,
@@ -224,7 +223,9 @@ def prepare(
     columns = tuple(row_columns)
     if args.lmbda < 1 and not args.seq_kd:
         _check_completions(train_dataset)
+        _check_given({"train_dataset": train_dataset}, COMPLETION)
         columns = (*columns, COMPLETION, TOKENS)
+    _check_given(datasets, PREFIX)
     if rewards is not None:
         known = _columns_of_rewards(datasets, args, columns, needs_column)
         rewards.check_rows(known, ("environments",) if acts else (), any(one.needs_rewards for one in made))
@@ -331,7 +332,7 @@ def _check_columns(
     """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
     contrast = CONTRAST if intake.contrasts else ()
     # A function may read columns of any name.
-    optional = () if intake.prompt_fn else (*PRIVILEGED, *contrast, *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
+    optional = () if intake.prompt_fn else (PREFIX, *PRIVILEGED, *contrast, *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
     for where, dataset in datasets.items():
@@ -374,9 +375,15 @@ def _check_completions(dataset: AnyDataset | None) -> None:
             f"`lmbda` below 1 trains on a column 'completion', but train_dataset has only {columns}: add it, or set "
             "`lmbda=1`."
         )
-    if isinstance(dataset, Dataset) and not has_transform(dataset):
-        for number, row in enumerate(dataset.with_format(None).select_columns(["prompt", COMPLETION])):
-            check_completion(row, f"row {number} of train_dataset")
+
+
+def _check_given(datasets: Mapping[str, AnyDataset | None], column: str) -> None:
+    """Checks completions, or their beginnings, as far as they can be read ahead."""
+    for where, dataset in datasets.items():
+        if isinstance(dataset, Dataset) and column in dataset.column_names and not has_transform(dataset):
+            for number, row in enumerate(dataset.with_format(None).select_columns(["prompt", column])):
+                if row[column] is not None or column == COMPLETION:
+                    check_completion(row, f"row {number} of {where}", column)
 
 
 def _columns_of_rewards(

@@ -13,6 +13,7 @@ import torch
 from trl_opsd import Method
 from trl_opsd.losses import Divergence, ForwardKL
 from trl_opsd.methods import OffPolicy
+from trl_opsd.types.rollout import Author
 
 
 @dataclass
@@ -71,8 +72,9 @@ class OffPolicyFirst(Method):
             # By the place of the row alone: a resumed run draws the same.
             drawn = random.Random(f"{args.seed} {state.global_step} {row.place}").random()
             if row.is_off_policy and drawn < done:
-                row.is_off_policy = False
-                row.nll_weight -= self.host.methods.get(OffPolicy).nll_weight
+                row.author = Author.STUDENT
+                if (method := self.host.methods.get(OffPolicy)) is not None:
+                    row.nll_weight -= method.nll_weight
 
 
 @dataclass

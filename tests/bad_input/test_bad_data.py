@@ -17,6 +17,7 @@ from trl_opsd.types import TeacherTargets
 pytestmark = pytest.mark.refusal
 GOOD = [{"role": "user", "content": "hi"}]
 ANSWER = {"role": "assistant", "content": "ho"}
+UNASKED = {"role": "tool", "name": "add", "content": "5"}
 
 
 def prompts(*values: Any) -> Dataset:
@@ -46,12 +47,11 @@ DATASETS: list[tuple[str, Any]] = [
     # rows
     ("row 1 .* is empty", prompts("a", "")),
     ("row 1 .* is a list without messages", prompts(GOOD, [])),
-    ("row 2 .* ends with a message of the assistant", prompts(GOOD, GOOD, [*GOOD, ANSWER])),
+    ("row 2 .*: message 1 is of a tool", prompts(GOOD, GOOD, [*GOOD, UNASKED])),
     ("row 1 .* ends with a message of the user", answered(GOOD)),
     ("row 1 .* is a list without messages", answered([ANSWER])),
     ("row 1 .* is a list without messages", answered([])),
-    ("row 1 .* ends with a message of the assistant", answered([*GOOD, ANSWER, ANSWER])),
-    ("teacher_prompt in row 1", prompts(GOOD, GOOD).add_column("teacher_prompt", [GOOD, [*GOOD, ANSWER]])),
+    ("teacher_prompt in row 1", prompts(GOOD, GOOD).add_column("teacher_prompt", [GOOD, [*GOOD, UNASKED]])),
     ("row 0 .*: message 0 is of type str", prompts(["hi"], ["ho"])),
     ("row 0 .*: message 0: its content is of type int", prompts(*[[{"role": "user", "content": 5}]] * 2)),
     ("row 0 .*: message 0", prompts([{"content": "a"}], GOOD)),
@@ -116,11 +116,14 @@ def mixed() -> Dataset:
 
 
 def told_more(row: dict[str, Any], completion: str) -> list[dict[str, str]]:
-    """A prompt of the teacher that ends with an answer."""
-    return [*row["prompt"], ANSWER]
+    """A prompt of the teacher that ends with the answer of a tool that nothing has called."""
+    return [*row["prompt"], UNASKED]
 
 
 LONG = "long " * 100
+OPEN = [*GOOD, ANSWER]
+UPPER_CASE = "(message['content'] | upper if message['role'] == 'assistant' else message['content'])"
+UPPER = words(chat_template=tiny.CHAT_TEMPLATE.replace("message['content']", UPPER_CASE))
 TWO = prompts("a", "b")
 CHATS = prompts(GOOD, GOOD)
 LATE: list[tuple[str, Any, dict[str, Any]]] = [
@@ -136,7 +139,8 @@ LATE: list[tuple[str, Any, dict[str, Any]]] = [
     *(("eos_token_id", TWO, {"generation_kwargs": {"eos_token_id": value}}) for value in (None, "x", [2, -1])),
     ("ended before filling", stream("a", 1), {}),
     ("row 0 of the batch of step 1 has no column 'prompt'", stream("a", column="question"), {}),
-    ("row 0 of the batch of step 1 ends with", stream([*GOOD, ANSWER]), {}),
+    ("row 0 of the batch of step 1: message 1 is of a tool", stream([*GOOD, UNASKED]), {}),
+    *(("row 0 .* cannot continue", rows, {"processing_class": UPPER}) for rows in (prompts(OPEN, OPEN), stream(OPEN))),
     ("`teacher_prompt_fn` .* row . of the batch of step 1", CHATS, {"rollout": None, "teacher_prompt_fn": told_more}),
 ]
 

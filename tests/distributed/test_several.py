@@ -406,7 +406,7 @@ def test_runs_gate_shuffle_skip_mix_and_log_rewards(results):
     """Else two processes that do nothing of it would be the same as one."""
     one = results[1]
     for name in OFF_POLICY_RUNS:
-        assert 0 < sum(row["off_policy/share"] for row in one[name]["logs"]) < len(one[name]["logs"])
+        assert 0 < sum(map(tiny.share_of_others, one[name]["logs"])) < len(one[name]["logs"])
     assert 0 < sum(row["gate/mean"] for row in one["gated"]["logs"]) < len(one["gated"]["logs"])
     assert len(one["shuffled"]["controls"]) == STEPS * ROWS
     assert all(read not in (None, own) for own, read in one["shuffled"]["controls"])

@@ -252,7 +252,7 @@ def test_each_turn_weighs_the_same(make_trainer):
     trainer = make_trainer(**given(once(call(number=1)), methods=[Discounted(0.9), EqualTurns()]))
     batch = batch_of(trainer)
     assert batch.weights.sum(1).tolist() == pytest.approx([2.0] * 4)
-    generated, weights = batch.tool_mask[0] * batch.completion_mask[0], batch.weights[0]
+    generated, weights = batch.authors[0] * batch.completion_mask[0], batch.weights[0]
     (borders,) = (generated.diff() != 0).nonzero(as_tuple=True)
     first = borders[0] + 1
     assert weights[:first].sum() == pytest.approx(1)

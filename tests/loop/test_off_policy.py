@@ -16,7 +16,7 @@ from small_methods import OffPolicyFirst
 from support import tiny
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
-from trl_opsd.data.completions import completion_ids
+from trl_opsd.data.completions import recorded
 from trl_opsd.types.loss import columns
 
 WORDS = tiny.tokenizer()
@@ -70,7 +70,7 @@ def test_lmbda_0_learns_every_row_with_its_completion(trained, kind):
         question = row["prompt"] if kind == "text" else row["prompt"][0]["content"]
         assert GIVEN.index(text) == tiny.PROMPTS.index(question)
         assert question in WORDS.decode(prompt)
-    assert {row["off_policy/share"] for row in trainer.state.log_history if "loss" in row} == {1.0}
+    assert {tiny.share_of_others(row) for row in trainer.state.log_history if "loss" in row} == {1.0}
 
 
 class Comparing(Recording):
@@ -91,15 +91,16 @@ def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(trained):
     assert len({tuple(given[at : at + 4]) for at in range(0, 32, 4)}) > 2, "other places in each step"
     assert len(trainer.asked) == 32 - sum(given), "the student writes no row that the dataset has"
     logs = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row["off_policy/share"] for row in logs] == [sum(given[at : at + 4]) / 4 for at in range(0, 32, 4)]
     for step, row in enumerate(logs):
-        for name, is_given in (("off_policy", True), ("on_policy", False)):
+        for name, is_given in (("dataset", True), ("student", False)):
             learned = trainer.learned[4 * step : 4 * step + 4]
             sums = [one for ids, one in learned if (WORDS.decode(ids[:-1]) in GIVEN) == is_given]
             mean = sum(divergence for _, divergence in sums) / sum(weight for weight, _ in sums) if sums else None
-            assert row.get(f"{name}/divergence") == (mean and pytest.approx(mean, rel=1e-5))
+            is_mixed = any(given[4 * step : 4 * step + 4])
+            assert row.get(f"divergence/{name}") == (mean and pytest.approx(mean, rel=1e-5) if is_mixed else None)
+            assert row.get(f"tokens/{name}") == (sum(weight for weight, _ in sums) or None if is_mixed else None)
     before = len(trainer.asked)
-    assert not [name for name in trainer.evaluate() if "policy" in name]
+    assert not [name for name in trainer.evaluate() if "dataset" in name or "divergence/student" in name]
     assert len(trainer.asked) == before + 4, "an evaluation is of the student"
 
 
@@ -113,7 +114,7 @@ def test_completion_metrics_cover_rows_of_the_student_only(trained, lmbda):
     trainer = trained(train_dataset=repeated, lmbda=lmbda, **given)
     logs = [row for row in trainer.state.log_history if "loss" in row]
     ratios = [row.get("completions/repeated_ratio") for row in logs]
-    assert ratios == [0.0 if row["off_policy/share"] < 1 else None for row in logs]
+    assert ratios == [0.0 if tiny.share_of_others(row) < 1 else None for row in logs]
     assert (0.0 in ratios) == (lmbda > 0)
 
 
@@ -130,11 +131,11 @@ def test_a_resumed_run_takes_the_same_rows_and_samples(trained, tmp_path, by_tea
 def test_off_policy_first_ends_on_policy_and_resumes(trained, tmp_path):
     options = {"lmbda": 0.0, "sft_weight": 0.5, "max_completion_length": 8, "methods": [OffPolicyFirst(until=0.75)]}
     whole = trained(**options, save_strategy="steps", save_steps=1)
-    shares = [row["off_policy/share"] for row in whole.state.log_history if "loss" in row]
+    shares = [tiny.share_of_others(row) for row in whole.state.log_history if "loss" in row]
     assert shares[0] == 1
     assert 0 < sum(shares[1:3]) < 2
     assert shares[3] == 0
-    assert len(whole.asked) == 16 - 4 * sum(shares)
+    assert len(whole.asked) == sum(not row.is_off_policy for row, *_ in whole.taught)
     assert [row.nll_weight for row, *_ in whole.taught] == [0.5 * row.is_off_policy for row, *_ in whole.taught]
     resumed = trained(**options, resume=str(tmp_path / "checkpoint-1"))
     assert resumed.taught == whole.taught[4:]
@@ -153,7 +154,7 @@ REFUSED = [
     (tiny.rows(2).add_column("completion", ["a", None]), "in row 1 of train_dataset is None", TypeError),
     (tiny.rows(2).add_column("completion", ["a", ""]), "in row 1 of train_dataset is empty", ValueError),
     (tiny.rows(2).add_column("completion", CHAT[:2]), "is messages, but the prompt is text", ValueError),
-    (Dataset.from_dict({"prompt": CHAT, "completion": CHAT}), "expected a single message of the assistant", ValueError),
+    (Dataset.from_dict({"prompt": CHAT, "completion": CHAT}), "expected those of the assistant", ValueError),
 ]
 
 
@@ -188,8 +189,8 @@ def test_template_that_drops_part_of_an_answer_warns_once(trained, caplog):
 @pytest.mark.parametrize(("ends", "last"), [([5], 5), ([], None)])
 def test_text_completion_ends_with_an_end_token_of_the_run(ends, last):
     row = {"prompt": "a", "completion": "b"}
-    ids = completion_ids(row, "row 0", WORDS("a")["input_ids"], WORDS, {}, ends, 24)
-    assert ids == [*WORDS("b")["input_ids"], *([] if last is None else [last])]
+    given = recorded(row, "row 0", "completion", "a", WORDS("a")["input_ids"], WORDS, {}, ends)
+    assert given.ids == [*WORDS("b")["input_ids"], *([] if last is None else [last])]
 
 
 def test_unknown_token_id_names_its_row(trained):
@@ -218,8 +219,9 @@ def test_sums_of_an_interrupted_step_are_not_logged_later(make_trainer):
     trainer.taught.clear()
     trainer.train()
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
-    logs = tiny.logged(trainer, "off_policy/share")
-    assert logs == [sum(given[at : at + 8]) / 8 for at in (0, 8)]
+    logs = tiny.logged(trainer, "tokens/dataset")
+    sizes = [len(ids) * is_given for (*_, ids), is_given in zip(trainer.taught, given, strict=True)]
+    assert logs == [sum(sizes[at : at + 8]) for at in (0, 8)]
 
 
 # ---- Completions of the teacher --------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def test_the_teacher_writes_and_the_student_does_not(trained, offload):
     for _, prompt, completion in trainer.taught:
         assert completion == greedy(trainer.teacher_model, prompt)
     logs = [row for row in trainer.state.log_history if "loss" in row]
-    assert {row["off_policy/share"] for row in logs} == {1.0}
+    assert {tiny.share_of_others(row) for row in logs} == {1.0}
     assert not trainer.teacher_model.training
 
 

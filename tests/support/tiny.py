@@ -161,6 +161,12 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def share_of_others(log: dict[str, float]) -> float:
+    """Share of the tokens in the loss that the student has not written, by the log of a step."""
+    tokens = {one: log.get(f"tokens/{one}", 0.0) for one in ("student", "teacher", "dataset", "environment")}
+    return 1 - tokens["student"] / sum(tokens.values()) if any(tokens.values()) else 0.0
+
+
 def weights(trainer: Any) -> torch.Tensor:
     """A copy of the student's weights, in one piece, in host memory."""
     return torch.cat([one.detach().flatten() for one in trainer.model.parameters()]).cpu()

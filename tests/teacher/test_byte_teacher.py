@@ -357,7 +357,7 @@ def test_completions_of_teachers_are_retold_in_the_students_tokens(make_trainer,
     assert [MINE.eos_token_id] not in written  # nor is a text that cannot be told an end
     assert all(ids == MINE(text)["input_ids"] for ids, text in zip(written, texts, strict=True) if "\ufffd" not in text)
     assert 0.2 < tiny.logged(trainer, "cross/retold")[0] < 1
-    assert tiny.logged(trainer, "off_policy/share")[0] == 1
+    assert tiny.share_of_others(trainer.state.log_history[0]) == 1
 
 
 @pytest.mark.parametrize(

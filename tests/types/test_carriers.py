@@ -38,8 +38,8 @@ def test_a_weight_that_is_written_is_read_anew():
 
 def test_cut_rows_know_what_tools_wrote():
     mask = torch.tensor([[1, 0], [1, 0]])
-    narrow = dataclasses.replace(made(2), tool_mask=torch.tensor([[1, 0], [1, 1]]), completion_mask=mask).cut()
-    assert narrow.tool_mask.tolist() == [[1], [1]]
+    narrow = dataclasses.replace(made(2), authors=torch.tensor([[1, 0], [1, 1]]), completion_mask=mask).cut()
+    assert narrow.authors.tolist() == [[1], [1]]
 
 
 def test_selected_rows_are_those_of_the_rollout():

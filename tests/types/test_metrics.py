@@ -17,7 +17,8 @@ from support.rollouts import Apart
 from support.scores import known_teacher
 from trl import DistillationConfig, DistillationTrainer
 
-from trl_opsd import FixedRollout, OPSDTrainer
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd.methods import OffPolicy
 
 METRICS = OPSDTrainer.known_metrics
 
@@ -93,6 +94,7 @@ def configurations(tmp_path):
         "completions of the dataset": {
             **with_column("completion", ["so"] * 8), "lmbda": 0.5, "per_device_train_batch_size": 8,
         },
+        "beginnings of completions": {**with_column("completion_prefix", ["so"] * 8), "rollout": HFRollout()},
         "rewards": {
             "reward_funcs": [rewarded("math"), rewarded("prose")], "reward_weight": 0.1, "num_generations": 2,
             "kl_clip": 0.01, "teacher_prefix_cache_gb": 0.1,
@@ -113,7 +115,7 @@ def configurations(tmp_path):
         },
         "agents": {
             **worlds.given(worlds.once(worlds.call(number=1)), adder), "max_steps": OPTIONS["max_steps"],
-            "eval_dataset": worlds.rows(),
+            "eval_dataset": worlds.rows(), "methods": [OffPolicy(weights={"environment": 0.1})],
         },
         "an engine": engine(),
         # Weights move after each step; the first evaluation finds an engine that was never sent any.

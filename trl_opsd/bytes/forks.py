@@ -47,7 +47,7 @@ class ForkedRollout(Rollout):
         """The rows with these forks."""
         given: dict[str, Any] = {one.name: getattr(rollout, one.name) for one in fields(rollout)} | {"on_host": None}
         most = max([1, *(len(tokens) for tokens, _ in forks)])
-        for name in ("completion_ids", "completion_mask", "weights", "tool_mask", "logprobs"):
+        for name in ("completion_ids", "completion_mask", "weights", "authors", "logprobs"):
             given[name] = None if given[name] is None else pad(given[name], (0, most))
         known = rollout.on_host
         if known is not None and known.holds(rollout.weights):

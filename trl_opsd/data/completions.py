@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 from accelerate import PartialState
@@ -14,10 +15,11 @@ from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.prompts import check_prompt, tells_more
+from trl_opsd.data.images import in_parts
+from trl_opsd.data.prompts import PREFIX, check_prompt, tells_more, tidy
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import check_parts
-from trl_opsd.types.rollout import cut_after_end
+from trl_opsd.types.rollout import Author, Given, cut_after_end
 
 logger = get_logger(__name__)
 
@@ -80,7 +82,7 @@ def _has_conversations(dataset: Any) -> bool:
 
 
 def _split_row(row: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
-    """The prompt and the completion of a conversation, which must end with an answer of the assistant."""
+    """The prompt of a conversation, up to what the user says last, and its completion: what follows."""
     messages, name = row[_COLUMN], f"The conversation in row {number} of {where}"
     check_prompt(messages, name)
     if (role := messages[-1]["role"]) != "assistant":
@@ -88,83 +90,243 @@ def _split_row(row: Mapping[str, Any], number: int, where: str) -> dict[str, Any
             f"{name} ends with a message of the {role}, but in a column {_COLUMN!r} the last message must be the "
             "assistant's answer: remove what follows it, or rename the column to 'prompt' if the student should answer."
         )
-    return {"prompt": messages[:-1], "completion": messages[-1:]}
+    start = _end_of_prompt(messages)
+    return {"prompt": messages[:start], "completion": messages[start:]}
+
+
+def _end_of_prompt(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Where the answers and calls begin with which a conversation ends."""
+    places = range(len(messages), 0, -1)
+    return next((place for place in places if messages[place - 1]["role"] not in ("assistant", "tool")), 0)
+
+
+def before_turn(
+    row: Mapping[str, Any], number: int, turn: int | None = None, seed: int = 0, is_scored: bool = False
+) -> dict[str, Any]:
+    """The prompt before a turn of the assistant in a recorded episode: what the student goes on with, alone.
+
+    Nothing is called again, so no environment is needed (ReOPD, arXiv 2607.04763). For a dataset:
+    `episodes.map(before_turn, with_indices=True, remove_columns=["messages"])`.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            With the episode in the column `messages`.
+        number (`int`):
+            Of the row.
+        turn (`int`, *optional*):
+            The turn among those of the assistant after what the user says last, from 0. When `None`, it is drawn.
+        seed (`int`, *optional*, defaults to 0):
+            Of the draw, with the number of the row.
+        is_scored (`bool`, *optional*, defaults to `False`):
+            Whether the turns before it are the beginning of the completion, `completion_prefix`, and so in the loss.
+
+    Raises:
+        ValueError: There is no such turn.
+    """
+    messages = row[_COLUMN]
+    start = _end_of_prompt(messages)
+    turns = [place for place in range(start, len(messages)) if messages[place]["role"] == "assistant"]
+    if not (turns if turn is None else 0 <= turn < len(turns)):
+        raise ValueError(f"Row {number} has {len(turns)} turns of the assistant, so none to cut before ({turn=}).")
+    cut = turns[Random(f"{seed} {number}").randrange(len(turns)) if turn is None else turn]
+    if is_scored:
+        return {"prompt": messages[:start], PREFIX: messages[start:cut] or None}
+    return {"prompt": messages[:cut]}
 
 
 COMPLETION = "completion"
 """The column, named as in TRL's datasets of prompts and completions."""
 TOKENS = "completion_ids"
 """The column with a completion's token ids, as they were generated; it takes precedence over its text."""
+_WITHIN = 3
+"""Characters of a special token with which a text ends that was cut in the middle of it: fewer may be anything."""
 
 
-def check_completion(row: Mapping[str, Any], where: str) -> None:
-    """Refuses a row without a completion of the kind of its prompt: text, or one message of the assistant."""
-    if COMPLETION not in row:
+def check_completion(row: Mapping[str, Any], where: str, column: str = COMPLETION) -> None:
+    """Refuses a row without a completion, or with one that does not go with its prompt."""
+    if column not in row:
         raise ValueError(f"{where} has no column 'completion', which `lmbda` below 1 needs: add it, or set `lmbda=1`.")
-    name = f"The completion in {where}"
-    kind, of_prompt = check_prompt(row[COMPLETION], name), "text" if isinstance(row["prompt"], str) else "messages"
-    if kind != of_prompt:
+    name = f"The {column} in {where}"
+    given, prompt = row[column], row["prompt"]
+    kind, of_prompt = check_prompt(given, name), "text" if isinstance(prompt, str) else "messages"
+    is_beginning = column == PREFIX
+    if kind != of_prompt and not (is_beginning and kind == "text"):
         raise ValueError(f"{name} is {kind}, but the prompt is {of_prompt}: expected the same kind for both.")
-    if kind == "messages" and [one["role"] for one in row[COMPLETION]] != ["assistant"]:
-        raise ValueError(f"{name}: expected a single message of the assistant, as the student would generate.")
+    if kind == "text":
+        return
+    roles = [one["role"] for one in given]
+    last = ("assistant", "tool") if is_beginning else ("assistant",)
+    if roles[0] != "assistant" or roles[-1] not in last or not {*roles} <= {"assistant", "tool"}:
+        raise ValueError(
+            f"{name} has messages of the roles {roles}: expected those of the assistant, and of tools that it has "
+            f"called, up to one of the {' or '.join(last)}."
+        )
+    tidy([*prompt, *given], f"{where}, with its {column}")
+    if is_beginning and not given[-1].get("content"):
+        raise ValueError(f"{name} ends with an empty message: remove that, or give `None`.")
 
 
-def completion_ids(
+def check_open(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Refuses the beginning of a completion that ends in the middle of a special token."""
+    for token in map(str, tokenizer.added_tokens_decoder.values()):
+        for length in range(_WITHIN, len(token)):
+            if text.endswith(token[:length]):
+                raise ValueError(
+                    f"{where} ends with {token[:length]!r}, in the middle of {token!r}: add the rest, or remove it."
+                )
+
+
+def recorded(
     row: Mapping[str, Any],
     where: str,
+    column: str,
+    prompt: Any,
     prompt_ids: list[int],
     tokenizer: PreTrainedTokenizerBase,
     template: Mapping[str, Any],
     ends: Collection[int],
-    most: int,
-    see: Callable[[list[Any]], list[int]] | None = None,
-) -> list[int]:
-    """The tokens of a row's completion after its prompt, up to the first end token and at most `most`.
+    see: Callable[..., list[int]] | None = None,
+) -> Given:
+    """The tokens of a row's completion after its prompt, or of its beginning, and who wrote each.
 
-    With images in the prompt, `see` gives the token ids of the prompt and a completion together.
+    The prompt is text, or tidy messages with their images; with these, `see` gives the token ids of messages, with
+    arguments of the template.
     """
-    check_completion(row, where)
-    prompt, completion = row["prompt"], row[COMPLETION]
-    if (given := row.get(TOKENS)) is not None:
-        text = completion if isinstance(completion, str) else completion[0]["content"]
-        if (theirs := tokenizer.decode(given, skip_special_tokens=True)) != text:
+    check_completion(row, where, column)
+    given, is_beginning = row[column], column == PREFIX
+    name = f"The {column} in {where}"
+    if not is_beginning and (known := row.get(TOKENS)) is not None:
+        text = given if isinstance(given, str) else given[0]["content"]
+        if (theirs := tokenizer.decode(known, skip_special_tokens=True)) != text:
             raise ValueError(
                 f"{where}: the tokens in {TOKENS!r} are {theirs[:40]!r} to this tokenizer, but 'completion' is "
                 f"{text[:40]!r}: remove the column {TOKENS!r}, or generate the completions again."
             )
-        return list(given)[:most]
+        return _by_dataset(list(known))
+    if isinstance(given, str) and is_beginning:
+        check_open(given, tokenizer, name)
     if isinstance(prompt, str):
         # Tokenized together, as the student would have generated them: alone, a completion may have other tokens.
-        whole = tokenizer(prompt + completion)["input_ids"]
+        whole = tokenizer(prompt + given)["input_ids"]
         joined = whole[: len(prompt_ids)] == prompt_ids  # otherwise a token spans the border
-        ids = whole[len(prompt_ids) :] if joined else tokenizer(completion, add_special_tokens=False)["input_ids"]
+        ids = whole[len(prompt_ids) :] if joined else tokenizer(given, add_special_tokens=False)["input_ids"]
+        if is_beginning:
+            return _not_ended(_by_dataset(ids), ends, name)
         # Text may lack an end token: the tokenizer's is appended if it ends completions, else the first that does.
         own = tokenizer.eos_token_id
-        ids = [*ids, *([own] if own in ends else list(ends)[:1])]
+        return _by_dataset(cut_after_end([*ids, *([own] if own in ends else list(ends)[:1])], ends))
+    messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
+    is_open = is_beginning and messages[-1]["role"] == "assistant"
+    if is_open and isinstance(messages[-1]["content"], str):
+        check_open(messages[-1]["content"], tokenizer, name)
+    start, all_messages = _joined(prompt, tidy([*prompt, *messages], where)[len(prompt) :])
+    render = _Rendering(tokenizer, template, see, where)
+    last = {"continue_final_message": True} if is_open else {"add_generation_prompt": is_beginning}
+    whole = render(all_messages, **last)
+    # Rows are trained after the same prompt tokens as rollouts, so the template must not change them.
+    if whole[: len(prompt_ids)] != prompt_ids:
+        raise ValueError(
+            f"{where}: rendered with its {column}, the conversation does not start with the student's prompt, "
+            f"which ends with {tokenizer.decode(prompt_ids[-8:])!r}: give both as text, or set "
+            "`chat_template_kwargs` so that the chat template renders the prompt the same way in both."
+        )
+    ids = whole[len(prompt_ids) :]
+    check_parts(messages, tokenizer.decode(ids), name)
+    if not is_beginning:
+        text = tokenizer.apply_chat_template(all_messages, tokenize=False, **template)
+        _warn_of_loss(messages[-1]["content"], text)
+    if len(messages) == 1:
+        if is_open:
+            return replace(_not_ended(_by_dataset(ids), ends, name), messages=messages, is_open=True)
+        return _by_dataset(cut_after_end(ids, ends))
+    authors = render.authors(all_messages, start, whole, ends, **last)[len(prompt_ids) :]
+    if not is_beginning:  # what follows the last turn is not generated either
+        end = max((place for place, one in enumerate(authors) if one), default=-1) + 1
+        ids, authors = ids[:end], authors[:end]
+    return Given(ids, authors, messages, is_open)
+
+
+def _joined(prompt: Sequence[Any], given: list[Any]) -> tuple[int, list[Any]]:
+    """A conversation, in which the assistant goes on with what it says last, and where its part begins."""
+    if prompt[-1]["role"] != "assistant" or given[0]["role"] != "assistant":
+        return len(prompt), [*prompt, *given]
+    before, after = prompt[-1]["content"] or "", given[0]["content"] or ""
+    if isinstance(before, str) and isinstance(after, str):
+        content: Any = before + after
     else:
-        messages = [*prompt, *completion]
+        content = [part for one in (before, after) for part in in_parts({"content": one})["content"]]
+    return len(prompt) - 1, [*prompt[:-1], {**given[0], "content": content}, *given[1:]]
+
+
+def _by_dataset(ids: list[int]) -> Given:
+    return Given(ids, [Author.DATASET] * len(ids))
+
+
+def _not_ended(given: Given, ends: Collection[int], where: str) -> Given:
+    """The beginning of a completion; a `ValueError` if it ends one."""
+    if not given.ids or not {*given.ids}.isdisjoint(ends):
+        what = "contains the end of a completion" if given.ids else "has no tokens"
+        raise ValueError(f"{where} {what}, so that nothing could follow it: remove that, or give `None`.")
+    return given
+
+
+class _Rendering:
+    """A chat template that renders the messages of a row."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Mapping[str, Any],
+        see: Callable[..., list[int]] | None,
+        where: str,
+    ) -> None:
+        self._tokenizer, self._template, self._see, self._where = tokenizer, template, see, where
+
+    def __call__(self, messages: list[Any], **options: bool) -> list[int]:
+        """Token ids."""
+        return list(self._made(messages, **options)["input_ids"])
+
+    def _made(self, messages: list[Any], **options: bool) -> Mapping[str, Any]:
         try:
-            if see is None:
-                whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **template)[
-                    "input_ids"
-                ]
-            else:
-                whole = see(completion)
+            if self._see is not None:
+                return {"input_ids": self._see(messages, **options)}
+            made: Any = self._tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, **{**self._template, **options}
+            )
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             raise ValueError(
-                f"{where}: the tokenizer's chat template rejects the prompt with its completion: {error}."
+                f"{self._where}: the tokenizer's chat template rejects the prompt with its completion: {error}."
             ) from error
-        # Off-policy rows are trained after the same prompt tokens as rollouts, so the template must not change them.
-        if whole[: len(prompt_ids)] != prompt_ids:
-            raise ValueError(
-                f"{where}: rendered with its completion, the conversation does not start with the student's prompt, "
-                f"which ends with {tokenizer.decode(prompt_ids[-8:])!r}: give both as text, or set "
-                "`chat_template_kwargs` so that the chat template renders the prompt the same way in both."
-            )
-        ids = whole[len(prompt_ids) :]
-        check_parts(completion, tokenizer.decode(ids), f"The completion in {where}")
-        _warn_of_loss(completion[0]["content"], tokenizer.apply_chat_template(messages, tokenize=False, **template))
-    return cut_after_end(ids, ends)[:most]
+        return made
+
+    def authors(
+        self, messages: list[Any], start: int, whole: list[int], ends: Collection[int], **options: bool
+    ) -> list[int]:
+        """The author of each token: the dataset of what the assistant says, with the token that ends it.
+
+        By the marks of the template, if it has them; else from turns rendered one by one.
+        """
+        template = self._template.get("chat_template") or self._tokenizer.chat_template
+        if re.search(r"{%-?\s*generation\s*-?%}", str(template)) and self._see is None:
+            marks = self._made(messages, return_assistant_tokens_mask=True, **options)["assistant_masks"]
+            return [int(Author.DATASET if mark else Author.ENVIRONMENT) for mark in marks]
+        found = [int(Author.ENVIRONMENT)] * len(whole)
+        for place in range(start, len(messages)):
+            if messages[place]["role"] != "assistant":
+                continue
+            before = self(messages[:place], add_generation_prompt=True)
+            is_last = place == len(messages) - 1
+            after = whole if is_last else self(messages[: place + 1], add_generation_prompt=False)
+            if whole[: len(before)] != before or whole[: len(after)] != after:
+                raise ValueError(
+                    f"{self._where}: the chat template renders message {place} in another way once others follow, so "
+                    f"its tokens are not known: {self._tokenizer.decode(after[-16:])!r} became "
+                    f"{self._tokenizer.decode(whole[len(after) - 16 : len(after)])!r}. Use a template that marks what "
+                    "the assistant says with `{% generation %}`, such as one of TRL's."
+                )
+            said = cut_after_end(after[len(before) :], ends)
+            found[len(before) : len(before) + len(said)] = [int(Author.DATASET)] * len(said)
+        return found
 
 
 def _warn_of_loss(answer: Any, text: str) -> None:

@@ -7,9 +7,10 @@ It turns dataset rows into text and messages; tokenization happens elsewhere.
 
 from __future__ import annotations
 
+import json
 import re
 import string
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -71,6 +72,12 @@ class Prompt:
     """Whether a model's processor has to read it."""
 
     @property
+    def template(self) -> dict[str, bool]:
+        """Arguments of the chat template: a last message of the assistant goes on, after others a turn of it begins."""
+        is_open = self.kind == "messages" and self.value[-1]["role"] == "assistant"
+        return {"continue_final_message": True, "add_generation_prompt": False} if is_open else {}
+
+    @property
     def texts(self) -> list[str]:
         """Its text, or the texts of its messages."""
         if self.kind == "text":
@@ -87,17 +94,11 @@ class Prompt:
 
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
-        """Checks a prompt, which must not end with a message of the assistant."""
-        # TRL always has the chat template open a turn of the assistant, so a last message of the assistant would be
-        # closed, not continued.
+        """Checks a prompt."""
         kind = check_prompt(value, where)
-        if kind == "messages" and value[-1]["role"] == "assistant":
-            raise ValueError(
-                f"{where} ends with a message of the assistant, but the assistant's answer is what the student "
-                "generates, and the chat template would start another turn: remove the answer, `prompt = "
-                "messages[:-1]`, or rename the column to 'messages', which is split that way."
-            )
-        return cls(value, kind, where, has_images=kind == "messages" and bool(places(value)))
+        if kind == "text":
+            return cls(value, kind, where)
+        return cls(tidy(value, where), kind, where, has_images=bool(places(value)))
 
 
 def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | None:
@@ -133,6 +134,50 @@ def _check_message(message: Any, where: str) -> None:
     raise ValueError(f"{where}: its content is {_kind(content)}: expected text.")
 
 
+def tidy(messages: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: without what a table has filled with `None`, with the arguments of calls as
+    objects, and with the name of a tool that answers by the id of a call, as in OpenAI's form.
+
+    Raises:
+        ValueError: A tool answers though nothing has called it, or the arguments of a call are no JSON.
+    """
+    found, names, is_called = list[dict[str, Any]](), dict[str, str](), False
+    for number, message in enumerate(messages):
+        one = {name: value for name, value in message.items() if value is not None or name == "content"}
+        if calls := one.pop("tool_calls", None):
+            one["tool_calls"] = [_called(call, f"{where}: message {number}") for call in calls]
+            names |= {call["id"]: call.get("function", call)["name"] for call in one["tool_calls"] if "id" in call}
+        if one["role"] == "tool":
+            if not is_called:
+                raise ValueError(
+                    f"{where}: message {number} is of a tool, but the message of the assistant before it has no "
+                    "'tool_calls': add them, or remove it."
+                )
+            if one.get("tool_call_id") in names:
+                one.setdefault("name", names[one["tool_call_id"]])
+        else:
+            is_called = bool(calls)
+        found.append(one)
+    return found
+
+
+def _called(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    found: dict[str, Any] = _without_none(call)
+    of = found.get("function", found)
+    if isinstance(of.get("arguments"), str):
+        try:
+            of["arguments"] = json.loads(of["arguments"])
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: the arguments of a call are text that is no JSON ({error}).") from error
+    return found
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value
+
+
 def _kind(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
@@ -154,7 +199,10 @@ PRIVILEGED = ("teacher_prompt", "privileged_context")
 CONTRAST = ("contrast_prompt", "contrast_context")
 """Those that give the prompt of a contrast, with the method `contrast`; a row has one of them."""
 
-COLUMNS = ("prompt", *PRIVILEGED, *CONTRAST, "teacher", *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
+PREFIX = "completion_prefix"
+"""The column with the beginning of a completion, which the student goes on with; `None` where there is none."""
+
+COLUMNS = ("prompt", PREFIX, *PRIVILEGED, *CONTRAST, "teacher", *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
 """The columns that are read from a dataset; all but the first are optional."""
 
 

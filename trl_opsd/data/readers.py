@@ -188,7 +188,7 @@ class Reader:
                 found.append(found[-1])
             else:
                 with prompt.named():
-                    found.append(self.of.tokenize_with_images(prompt, **template))
+                    found.append(self.of.tokenize_with_images(prompt, **template, **prompt.template))
             last = prompt if prompt.has_images else None
         return found
 
@@ -209,16 +209,19 @@ class Reader:
     def _tokenized(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
         """Token ids by the tokenizer of each prompt."""
         found: list[list[int]] = [[]] * len(prompts)
-        for name, environment in dict.fromkeys((one.processor, one.environment) for one in prompts):
-            alike = name, environment
-            numbers = [number for number, one in enumerate(prompts) if (one.processor, one.environment) == alike]
+        kinds = [(one.processor, one.environment, bool(one.template)) for one in prompts]
+        for alike in dict.fromkeys(kinds):
+            numbers = [number for number, kind in enumerate(kinds) if kind == alike]
             values = [prompts[number].value for number in numbers]
+            arguments = {**template, **prompts[numbers[0]].template}
+            name, environment, _ = alike
             if name in self.of.tokenizers:
-                arguments = {**self.of.chat_template, **template}
-                ids = read_alone(self.of.tokenizers[name], values, prompts[0].kind, arguments)
+                ids = read_alone(
+                    self.of.tokenizers[name], values, prompts[0].kind, {**self.of.chat_template, **arguments}
+                )
             else:
                 named = {"environment": environment} if environment else {}
-                ids = self.of.tokenize(values, **named, **template)
+                ids = self.of.tokenize(values, **named, **arguments)
             for number, one in zip(numbers, ids, strict=True):
                 found[number] = one
         return found

@@ -128,6 +128,18 @@ def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callab
                 )
 
 
+def check_goes_on(render: Callable[[], Any], where: str) -> None:
+    """Refuses a chat template that cannot continue the last message of a prompt."""
+    try:
+        with suppress(TemplateError, TypeError):
+            render()
+    except ValueError as error:  # its text has the message, which may be confidential
+        raise ValueError(
+            f"{where} ends with a message of the assistant, which this chat template cannot continue, as it changes "
+            "the message: give the prompt as text, or end it with a message of another role."
+        ) from error
+
+
 def look_at(
     tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Request], args: Any, tools: Any, are_shared: bool
 ) -> None:
@@ -156,9 +168,13 @@ def look_at(
     of_student = {**given, **(args.chat_template_kwargs or {})}
     of_teacher = {**of_student, **args.teacher_template_kwargs}
     for row in rows:
-        for prompt, options in ((row.student, of_student), (row.of_teacher, of_teacher)):
-            if prompt.kind == "messages" and (are_shared or options is of_student):
-                check_that_all_is_read(prompt.value, partial(tokenizer.apply_chat_template, **options), prompt.where)
+        for prompt, options, is_read in ((row.student, of_student, True), (row.of_teacher, of_teacher, are_shared)):
+            if prompt.kind == "messages" and is_read:
+                options = {**options, "add_generation_prompt": not prompt.template}
+                render = partial(tokenizer.apply_chat_template, **options)
+                check_that_all_is_read(prompt.value, render, prompt.where)
+                if prompt.template:
+                    check_goes_on(partial(render, prompt.value, **prompt.template), prompt.where)
 
 
 _SPACE = "▁"

@@ -21,7 +21,7 @@ from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.step_stats import StepStats
 from trl_opsd.methods.base import Generated
 from trl_opsd.methods.order import checked_weights
-from trl_opsd.methods.rows import BatchRow, Written
+from trl_opsd.methods.rows import BatchRow, Written, whole
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.failure import set_group_timeout
 from trl_opsd.parallel.precision import autocast
@@ -129,7 +129,7 @@ class Batches:
         A skipped row is in no count. Collective.
         """
         host = self._host
-        is_training = bool(host.model.training)
+        is_training, written = bool(host.model.training), whole(rows, written)
         of_all = self._stats.completed(rows, written)
         asked_R = of_all["asked"] > 0
         counts = {name: column_R[asked_R] for name, column_R in of_all.items()}
@@ -139,7 +139,7 @@ class Batches:
         for name, value in self._stats.of_completions(counts).items():
             numbers[name].append(value)
         numbers["num_tokens"] = [host.state.num_input_tokens_seen]
-        rollout = host.padded(written.prompt_ids, written.completions, written.masks)
+        rollout = host.padded(written.prompt_ids, written.completions, written.authors)
         if host.log_completions:
             for name, ids in {"prompt": rollout.prompt_ids, "completion": rollout.completion_ids}.items():
                 texts = host.processing_class.batch_decode(ids, skip_special_tokens=True)
@@ -188,24 +188,23 @@ class Batches:
         return Batch(replace(rollout, lengths=rollout.ended().lengths, logprobs=logprobs), targets, tuple(rows))
 
     def _logprobs(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor | None:
-        """What tokens were sampled with, [B, C], NaN in rows where it is not known; `None` without any. Collective.
+        """What tokens were sampled with, [B, C], NaN where it is not known; `None` without any. Collective.
 
-        A loss that weighs tokens by it gets those of all rows of all processes, or none.
+        A loss that weighs tokens by it gets those of all rows of the student in all processes, or none.
         """
-        logprobs_BC, known = torch.zeros(rollout.completion_ids.shape), 0
+        logprobs_BC = torch.full(rollout.completion_ids.shape, torch.nan)
         for number, row in enumerate(rows):
             if row.logprobs is not None:
-                known += 1
-                logprobs_BC[number, : len(row.logprobs)] = torch.tensor(row.logprobs)
-            else:
-                logprobs_BC[number] = torch.nan
+                start = len(row.given.ids)
+                logprobs_BC[number, start : start + len(row.logprobs)] = torch.tensor(row.logprobs)
         device, weighs = self._host.accelerator.device, self._host.learns_from_draws
-        enough = torch.tensor([known == len(rows) if weighs else known > 0], device=device)
-        of_all = self._host.accelerator.gather(enough)
-        return logprobs_BC.to(device) if (of_all.all() if weighs else of_all.any()) else None
+        drawn = [row.logprobs is not None for row in rows if not row.is_off_policy]
+        of_all = self._host.accelerator.gather(torch.tensor([[any(drawn), all(drawn)]], device=device)).view(-1, 2)
+        known = of_all[:, 0].any() and (not weighs or of_all[:, 1].all())
+        return logprobs_BC.to(device) if known else None
 
 
 def _versions(rollout: Rollout) -> list[int]:
     """Changes with each write to tokens or masks."""
     tensors = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
-    return [one._version for one in (*tensors, rollout.tool_mask, rollout.nll_weight) if one is not None]
+    return [one._version for one in (*tensors, rollout.authors, rollout.nll_weight) if one is not None]

@@ -46,7 +46,7 @@ def exchanged(host: OPSDTrainer, rollout: Rollout, rows: Sequence[BatchRow]) -> 
     mine = equal_groups(list(chain(*each)), number, packed=True)[accelerator.process_index]
     padding = dict.fromkeys(("prompt_ids", "completion_ids"), host.processing_class.pad_token_id)
     found = {}
-    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "weights", "tool_mask"):
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "weights", "authors"):
         if (tensor := getattr(rollout, name)) is not None:
             # Processes have padded to different widths, and a gather needs one shape.
             wide = accelerator.pad_across_processes(

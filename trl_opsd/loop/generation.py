@@ -13,8 +13,9 @@ from accelerate.logging import get_logger
 
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.versions import replaced
-from trl_opsd.data.completions import completion_ids
+from trl_opsd.data.completions import COMPLETION, recorded
 from trl_opsd.data.images import in_parts
+from trl_opsd.data.prompts import PREFIX
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.loop.overrides import of_package, own_verbs
 from trl_opsd.methods.rows import BatchRow, Written
@@ -24,6 +25,7 @@ from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
+from trl_opsd.types.rollout import Author, Given, PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.turns import Turns
@@ -151,12 +153,13 @@ class Generation:
         """Sets the place of each row of a batch, over all processes, whether it is off-policy, and whether padding."""
         args, state, distinct = self._host.args, self._host.state, self._host.distinct_rows
         for place, row in enumerate(rows, start=self._host.accelerator.process_index * len(rows)):
-            row.place, row.is_off_policy = place, False
+            row.place, row.author = place, Author.STUDENT
             row.is_padding = distinct is not None and place >= distinct
             if self._host.model.training and args.lmbda < 1:
                 # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
                 drawn = derived_seed(args.seed, state.global_step, place) / 2**63
-                row.is_off_policy = drawn >= args.lmbda
+                if drawn >= args.lmbda:
+                    row.author = Author.TEACHER if args.seq_kd else Author.DATASET
 
     def write(self, rows: Sequence[BatchRow], prompt_ids: list[list[int]]) -> Written:
         """Generates the completions of a batch, with the turns that follow their first. Collective."""
@@ -198,10 +201,13 @@ class Generation:
         self.be_ready()  # verifies the student, even if it generates nothing in this batch
         found: dict[int, list[int]] = {number: [] for number, row in enumerate(self.rows) if not row.prompt_weight}
         given = {number: row for number, row in enumerate(self.rows) if row.is_off_policy and row.prompt_weight}
-        if args.seq_kd:
-            found.update(zip(given, self._of_teachers(list(given.values())) if given else [], strict=True))
-        else:
-            found.update({number: self.of_dataset(row, prompt_ids[number]) for number, row in given.items()})
+        if args.seq_kd and given:
+            for row, ids in zip(given.values(), self._of_teachers(list(given.values())), strict=True):
+                row.given = Given(ids, [Author.TEACHER] * len(ids))
+        elif given:
+            for number, row in given.items():
+                row.given = self.of_dataset(row, prompt_ids[number], COMPLETION)
+        found |= {number: [] for number in given}  # nothing follows what is given
         rest = [number for number in range(len(prompt_ids)) if number not in found]
         written = self._together([prompt_ids[number] for number in rest]) or []
         found.update(dict(zip(rest, written, strict=True)))
@@ -280,19 +286,42 @@ class Generation:
             found.update(zip(theirs, written, strict=True))
         return [found[number] for number in range(len(rows))]
 
-    def of_dataset(self, row: BatchRow, prompt_ids: list[int]) -> list[int]:
-        host, tokenizer, request = self._host, self._host.processing_class, row.request
-        most = host.args.max_completion_length
+    def begun(self, rows: Sequence[BatchRow], prompt_ids: list[PromptIds]) -> list[list[int]]:
+        """Prompts with what the student goes on with in each: the beginning of its completion, if it has one."""
+        contexts = list[list[int]](prompt_ids)
+        for number, row in enumerate(rows):
+            if row.by_student and row.get(PREFIX) is not None:
+                row.given = self.of_dataset(row, prompt_ids[number], PREFIX)
+                contexts[number] = prompt_ids[number] + row.given.ids
+        return contexts
 
-        def see(completion: list[Any]) -> list[int]:
-            messages = [*request.student.value, *map(in_parts, completion)]
-            return host.tokenize_with_images(replace(request.student, value=messages), add_generation_prompt=False)
+    def of_dataset(self, row: BatchRow, prompt_ids: list[int], column: str) -> Given:
+        """The tokens of a row's completion, or of its beginning, by the column."""
+        host, tokenizer, request = self._host, self._host.processing_class, row.request
+        template = {**host.chat_template_kwargs, **host.template_of(request.student.environment)}
+
+        def see(messages: list[Any], **options: Any) -> list[int]:
+            whole = replace(request.student, value=[*map(in_parts, messages)])
+            return host.tokenize_with_images(whole, **{"add_generation_prompt": False, **options})
 
         of_images = see if request.student.has_images else None
-        template, ends = host.chat_template_kwargs, host.eos_token_ids
-        ids = completion_ids(request, request.where, prompt_ids, tokenizer, template, ends, most, of_images)
-        host.limits.check_known(max(ids, default=0), f"The completion in {request.where}")
-        if unknown := set(ids) & set(host.placeholders):
+        given = recorded(
+            request,
+            request.where,
+            column,
+            request.student.value,
+            prompt_ids,
+            tokenizer,
+            template,
+            host.eos_token_ids,
+            of_images,
+        )
+        if column == COMPLETION:
+            most = host.args.max_completion_length
+            given = replace(given, ids=given.ids[:most], authors=given.authors[:most])
+        where = f"The {column} in {request.where}"
+        host.limits.check_known(max(given.ids, default=0), where)
+        if unknown := set(given.ids) & set(host.placeholders):
             mark = tokenizer.decode([min(unknown)])
-            raise ValueError(f"The completion in {request.where} contains {mark!r}, which stands for images: drop it")
-        return ids
+            raise ValueError(f"{where} contains {mark!r}, which stands for images: drop it")
+        return given

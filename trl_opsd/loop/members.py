@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from trl_opsd._compat.values import Unit
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
 from trl_opsd.data.prompts import Prompt
+from trl_opsd.data.tokenization import read_alone
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, divergence_of
 from trl_opsd.methods.rows import BatchRow
@@ -29,7 +31,7 @@ from trl_opsd.options.table import checked
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import Rollout
 from trl_opsd.types.metrics import Mean, Metric, is_taken
-from trl_opsd.types.rollout import PromptIds
+from trl_opsd.types.rollout import Author, PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.generation import Generation
@@ -179,16 +181,25 @@ class TrainerMembers(UpstreamFixes):
         The tools in them are those of one of several environments, or all.
         """
         with self.tokenizing:
-            ours = self.chat_template_kwargs, self.tools
+            given = self.template_of(environment)
+            kwargs = {**self.chat_template_kwargs, **chat_template_kwargs}
+            if "add_generation_prompt" in kwargs:  # which TRL's method sets
+                return read_alone(self.processing_class, prompts, "messages", {**kwargs, **given})
             # TRL's method reads the attributes and has no arguments for them.
-            self.chat_template_kwargs = {**ours[0], **chat_template_kwargs}
-            if environment and self.turns is not None and self.turns.environments is not None:
-                self.__dict__["tools"] = self.turns.environments.tools_of(environment)
+            ours = self.chat_template_kwargs, self.tools
+            self.chat_template_kwargs, self.__dict__["tools"] = kwargs, given["tools"]
             try:
                 prompt_ids, _, _ = super()._tokenize_prompts(prompts)
             finally:
                 self.chat_template_kwargs, self.__dict__["tools"] = ours
         return list(prompt_ids)
+
+    def template_of(self, environment: str) -> dict[str, Any]:
+        """The chat template and the tools in it: those of one of several environments, or all."""
+        tools = self.tools
+        if environment and self.turns is not None and self.turns.environments is not None:
+            tools = self.turns.environments.tools_of(environment)
+        return {"tools": tools or None, "chat_template": self.chat_template}
 
     def tokenize_with_images(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds:
         """Token ids of a prompt with images, by the processor of the model that reads it."""
@@ -215,7 +226,7 @@ class TrainerMembers(UpstreamFixes):
         return probe_prompts(lambda messages: self.tokenize_with_images(Prompt(messages, "messages", where, processor)))
 
     def prompt_ids_of(self, rows: Sequence[BatchRow]) -> list[list[int]]:
-        """The student's prompts for checked rows, which get their images."""
+        """The student's prompts for checked rows, which get their images, and what they go on with."""
         prompts = [row.request.student for row in rows]
         has_images = any(one.has_images for one in prompts)
         if has_images and self.reads_images is False:
@@ -228,10 +239,12 @@ class TrainerMembers(UpstreamFixes):
             self._generation.prove_images()
             self.teaching.prove_images()
         found = self.teaching.readers.student.token_ids(prompts)
-        self.teaching.readers.check_batch(found, self.teaching.batch_name)
         for row, ids in zip(rows, found, strict=True):
             row.images = getattr(ids, "images", None)
-        return [PromptIds(ids, row.images) for row, ids in zip(rows, found, strict=True)]
+        known = [PromptIds(ids, row.images) for row, ids in zip(rows, found, strict=True)]
+        contexts = self._generation.begun(rows, known)
+        self.teaching.readers.check_batch(contexts, self.teaching.batch_name)
+        return contexts
 
     def pad_prompts(self, prompt_ids: Sequence[list[int]]) -> dict[str, Tensor]:
         """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
@@ -241,26 +254,22 @@ class TrainerMembers(UpstreamFixes):
         self,
         prompt_ids: Sequence[list[int]],
         completions: Sequence[list[int]],
-        masks: Sequence[list[int]] | None = None,
+        authors: Sequence[list[int]] | None = None,
     ) -> Rollout:
-        """Rows on the device; an empty completion is one masked token of padding. Masks are 0 for what tools said,
-        which is part of a completion but was not sampled by the student, and has no weight.
+        """Rows on the device; an empty completion is one masked token of padding. What an environment wrote is part of
+        a completion, and has no weight.
         """
         prompts, prompt_mask = self._padded(prompt_ids, "left")
         ids, mask = self._padded(completions, "right")
-        tool_mask = None
-        if masks is not None:
-            padded = pad([torch.tensor(one or [1]) for one in masks], 1, "right", self.pad_to_multiple_of)
-            tool_mask = padded.to(self.accelerator.device)
-        weights = ((mask if tool_mask is None else mask * tool_mask) != 0).float()
-        return Rollout(
-            prompt_ids=prompts,
-            prompt_mask=prompt_mask,
-            completion_ids=ids,
-            completion_mask=mask,
-            weights=weights,
-            tool_mask=tool_mask,
+        rollout = Rollout(
+            prompt_ids=prompts, prompt_mask=prompt_mask, completion_ids=ids, completion_mask=mask, weights=mask.float()
         )
+        if authors is None:
+            return rollout
+        by = [torch.tensor(one or [int(Author.STUDENT)]) for one in authors]
+        of_all = pad(by, int(Author.STUDENT), "right", self.pad_to_multiple_of).to(self.accelerator.device)
+        rollout = replace(rollout, authors=of_all)
+        return replace(rollout, weights=rollout.generated.float())
 
     def _padded(self, rows: Sequence[list[int]], side: str) -> tuple[Tensor, Tensor]:
         """Token ids and mask, [B, L], on the device; the mask by length, never by the value of a token."""

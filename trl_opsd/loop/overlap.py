@@ -20,7 +20,7 @@ from trl_opsd._compat.deepspeed import rescaled
 from trl_opsd.loop.batch import Batch, Batches
 from trl_opsd.loop.dealing import check_budget
 from trl_opsd.loop.generation import Generation
-from trl_opsd.methods.rows import BatchRow
+from trl_opsd.methods.rows import BatchRow, Written, whole
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
@@ -53,7 +53,8 @@ class Overlap:
         with closing(self._generation.stream(prompt_ids)) as rows:
             for row, completion in rows:
                 found[row] = completion
-                ended = host.padded([prompt_ids[row]], [completion])
+                whole_row = whole([self._generation.rows[row]], Written([prompt_ids[row]], [completion]))
+                ended = host.padded(whole_row.prompt_ids, whole_row.completions, whole_row.authors)
                 host.teaching.expect(ended, [self._generation.rows[row]])
         return [found[row] for row in range(len(prompt_ids))]
 
@@ -149,9 +150,12 @@ class Overlap:
 
         def padded(numbers: Sequence[int]) -> Rollout:
             acted = {} if host.turns is None else host.turns.ended
-            masks = [acted[row].mask for row in numbers] if acted else None
-            rows_of = [prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers]
-            return host.padded(*rows_of, masks)
+            authors = [acted[row].mask for row in numbers] if acted else None
+            written = Written(
+                [prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers], authors
+            )
+            written = whole([rows[row] for row in numbers], written)
+            return host.padded(written.prompt_ids, written.completions, written.authors)
 
         def come(wait: bool) -> None:
             came = prefetched.take(wait)

@@ -29,12 +29,15 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts, Rollout
 from trl_opsd.types.loss import columns
 from trl_opsd.types.metrics import Metric
+from trl_opsd.types.rollout import Author
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
 
 NO_TOKEN = -100
 """Padding of predictions, as everywhere in transformers."""
+_OF_STUDENT = ("tokens_student", "divergence_student")
+"""Statistics that are those of all tokens where the student wrote all."""
 _BY_TEACHER = ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
 """Statistics that are also kept by teacher, where there are several."""
 
@@ -107,7 +110,11 @@ class _Accounts:
         for name, metric in self._known.items():
             for teacher in teachers if "<name>" in name else [""]:
                 of, _, by = metric.mean_of.replace("<name>", teacher).partition(" / ")
-                if of in totals and totals[by]:
+                if (
+                    of in totals
+                    and totals[by]
+                    and not (of in _OF_STUDENT and totals["tokens_student"] == totals["tokens"])
+                ):
                     means[name.replace("<name>", teacher)] = totals[of] / totals[by]
         return {
             **means,
@@ -218,6 +225,7 @@ class StepStats:
             # 0 at each token is what a divergence that does not tell leaves.
             "accepted": are_whole and named["accepted"] > 0,
             "outcomes": cross is not None,
+            **{f"tokens_{author.word}": named[f"tokens_{author.word}"] > 0 for author in Author},
             **dict.fromkeys(("same_first", "teacher_first", "ranked"), are_whole and cross is None),
         }
         return {name: one for name, one in named.items() if is_on.get(name, True)}
@@ -228,14 +236,22 @@ class StepStats:
         """What is counted of each completion of a generation batch, [R] each. Collective."""
         trainer, table = self._trainer, list[dict[str, int]]()
         ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
+        assert written.authors is not None, "it is of whole rows"
         teachers = trainer.teaching.names
         turns = (trainer.turns and trainer.turns.counts) or [(1, 0, 0)] * len(rows)
         for number, (row, prompt) in enumerate(zip(rows, written.prompt_ids, strict=True)):
-            # An empty completion counts as one token, of padding.
-            ids = written.completions[number] or [trainer.processing_class.pad_token_id]
-            length = len(ids) if written.masks is None else max(sum(written.masks[number]), 1)
-            is_generated = bool(written.completions[number]) and (trainer.args.seq_kd or not row.is_off_policy)
-            of_row = {"prompt": len(prompt), "length": length, "generated": length * is_generated, "ids": len(ids)}
+            # An empty completion counts as one token, of padding; what the student went on with is not its own.
+            start = 0 if row.is_off_policy else len(row.given.ids)
+            ids, authors = written.completions[number][start:], written.authors[number][start:]
+            is_generated = bool(ids) and (trainer.args.seq_kd or not row.is_off_policy)
+            ids = ids or [trainer.processing_class.pad_token_id]
+            length = max(sum(map(bool, authors)), 1)
+            of_row = {
+                "prompt": len(prompt) + start,
+                "length": length,
+                "generated": length * is_generated,
+                "ids": len(ids),
+            }
             of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": row.by_student}
             of_row |= {"asked": row.prompt_weight > 0}
             of_row |= {"teacher": teachers.index(row.request.teacher) if teachers else 0}

@@ -143,7 +143,8 @@ class Turns:
         if number not in self._said:
             return
         intake = self._host.teaching.readers.intake
-        if (said := self._said.pop(number)) is not None:
+        said = self._said.pop(number)
+        if said is not None and row.by_student:
             row.request = intake.with_feedback(row.request, said, self._host.args.feedback_template)
         if intake.needs_context and not row.request.tells_more:
             row.gate = 0.0
@@ -155,7 +156,9 @@ class Turns:
         """Whether rows go their way without waiting for others."""
         rollout = self._generation.rollout
         can = rollout.generates_out_of_process and type(rollout).one_by_one is not RolloutBackend.one_by_one
-        return self.environments is not None and can and not self._generation.is_overridden
+        # Rows that others have written do not act, and those that act are known by their place.
+        all_act = self._host.args.lmbda == 1
+        return self.environments is not None and can and all_act and not self._generation.is_overridden
 
     def first(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The first turns of rows, after all of them have ended. Collective."""

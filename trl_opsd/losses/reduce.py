@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl_opsd.types import LossParts, PerToken
 from trl_opsd.types.loss import TENTHS, UNWEIGHTED
+from trl_opsd.types.rollout import Author
 
 
 def reduce(
@@ -18,6 +19,7 @@ def reduce(
     num_items: Tensor | float | None,
     real: Tensor | None = None,
     places: Tensor | None = None,
+    authors: Tensor | None = None,
 ) -> LossParts:
     """The loss of one micro-batch, and raw local sums for the logs.
 
@@ -35,6 +37,8 @@ def reduce(
         places (`torch.Tensor`, *optional*):
             [N], indices in [B * C] of these tokens, whose values are 0 where `weights` is. When `None`, `weights` is
             0 for no other token.
+        authors (`torch.Tensor`, *optional*):
+            [B, C], the [`~types.rollout.Author`] of each token. When `None`, the student wrote all.
     """
     divergence = per_token.divergence
     weights_BC = weights.to(divergence.device, divergence.dtype, non_blocking=True)
@@ -62,6 +66,11 @@ def reduce(
     sums = dict(zip(names, values_KBC.sum(2), strict=True))
     sums |= {"weight": weights_BC.sum(1), "tokens": counts_BC.sum(1).to(weights_BC)}
     tenths_BX = weights_BC.new_zeros(len(weights_BC), 2 * TENTHS)
+    of_BC = torch.ones_like(counts_BC) if authors is None else authors.to(divergence.device, non_blocking=True)
+    for author in Author:
+        values_3BC = torch.stack([weights_BC, values_KBC[0], counts_BC.to(weights_BC)])
+        names_3 = (f"{name}_{author.word}" for name in ("weight", "divergence", "tokens"))
+        sums |= zip(names_3, (values_3BC * (of_BC == author)).sum(2), strict=True)
     whole = [sums.get(name, tenths_BX[:, 0]) for name in LossParts.ROW_NAMES[: -2 * TENTHS]]
     if real is not None:
         tenths_BX = by_tenth(real.to(divergence.device), weights_BC, values_KBC[0])

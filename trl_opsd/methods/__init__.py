@@ -95,7 +95,6 @@ def built(args: Any, given: Sequence[Method], teacher_prompt_fn: Any, has_enviro
             what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise TypeError(f"`methods` contains {what}: expected instances of subclasses of `trl_opsd.Method`.")
     unasked: list[Method] = [CollapseGuard()]
-    unasked += [OffPolicy()] if args.lmbda < 1 else []
     unasked += [Rewards()] if has_environments else []
     unasked += [] if teacher_prompt_fn is None else [PromptFunction(teacher_prompt_fn)]
     kinds = {type(one) for one in passed}

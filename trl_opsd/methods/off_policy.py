@@ -1,36 +1,35 @@
-"""Completions of the dataset or the teacher among those of the student: likelihood on them, and their share."""
+"""Tokens that the student has not written: their weight in the loss, and their likelihood."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, field
+from typing import Any, final
 
-import torch
-from numpy import ndarray
 from torch import Tensor
 
 from trl_opsd._compat.values import NotNegative
-from trl_opsd.methods.base import Method, Part
+from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.types.loss import columns
-from trl_opsd.types.metrics import STEPS, Logs, Metric
+from trl_opsd.types import Rollout
+from trl_opsd.types.rollout import Author
 
-_MIXED = Logs(STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)
-_MIXED_SOME = Logs(f"{STEPS} that had some", _MIXED.appears, evaluated=False)
+_BY_DEFAULT = {one.word: float(one is not Author.ENVIRONMENT) for one in Author}
 
 
 @final
 @dataclass
 class OffPolicy(Method):
-    """Adds `-log p` of completions that the student has not generated, with `lmbda` below 1, and logs both kinds apart.
-    A trainer has one unasked.
+    """Weighs the tokens of a training by who wrote them, and adds `-log p` of completions that are not the student's.
 
     Args:
-        nll_weight (`float`, *optional*, defaults to 0): Weight of `-log p` of the student's tokens in such a
-            completion, beside the divergence.
+        weights (`dict[str, float]`, *optional*): Weight of the tokens in the loss by author: `"student"`, `"teacher"`,
+            `"dataset"` and `"environment"`, which are the answers of tools. By default 0 for these, and 1 for others.
+        nll_weight (`float`, *optional*, defaults to 0): Weight of `-log p` of the student's tokens in a completion that
+            is wholly the dataset's or the teacher's (`lmbda` below 1), beside the divergence.
     """
 
+    weights: Mapping[str, NotNegative] = field(default_factory=dict)
     nll_weight: NotNegative = 0.0
 
     whole_rows = False
@@ -40,30 +39,17 @@ class OffPolicy(Method):
         """Whether it adds to the divergence."""
         return self.nll_weight > 0
 
-    metrics: ClassVar = {
-        "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
-        "off_policy/divergence": Metric("nats", "`divergence/mean` of off-policy rows.", _MIXED_SOME),
-        "on_policy/divergence": Metric("nats", "`divergence/mean` of on-policy rows.", _MIXED_SOME),
-    }
+    def check(self, args: Any, teachers: Sequence[str]) -> None:
+        if unknown := sorted({*self.weights} - {*_BY_DEFAULT}):
+            raise ValueError(f"`OffPolicy(weights=...)` has {unknown[0]!r}: expected some of {[*_BY_DEFAULT]}.")
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:
             row.nll_weight += self.nll_weight * row.is_off_policy
 
-    def tally(self, part: Part) -> Tensor:
-        """[2, 3]: rows that count, their weight and divergence, of the student's and of the others."""
-        marks_B = torch.tensor([row.is_off_policy for row in part.rows]).long()
-        weight_B, divergence_B = columns(part.sums, "weight", "divergence").unbind(1)
-        values_B3 = torch.stack([(weight_B > 0).to(weight_B.dtype), weight_B, divergence_B], dim=1)
-        return part.sums.new_zeros(2, 3).index_add_(0, marks_B.to(weight_B.device, non_blocking=True), values_B3)
-
-    def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
-        if tally is None:
-            return
-        (of_student, *student), (of_others, *others) = tally.tolist()
-        if of_student + of_others:
-            self.host.record("off_policy/share", of_others / (of_student + of_others))
-        if of_student:
-            self.host.record("on_policy/divergence", student[1] / student[0])
-        if of_others:
-            self.host.record("off_policy/divergence", others[1] / others[0])
+    def select(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
+        if not self.weights:
+            return weights
+        assert rollout.authors is not None, "it was made of rows"
+        by_author = weights.new_tensor([{**_BY_DEFAULT, **self.weights}[one.word] for one in Author])
+        return by_author[rollout.authors] * (rollout.completion_mask != 0)

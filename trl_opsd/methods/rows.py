@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_opsd.data.completions import Outcome
 from trl_opsd.data.prompts import Prompt, Request
-from trl_opsd.types.rollout import RowImages
+from trl_opsd.types.rollout import Author, Given, RowImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class Written:
 
     prompt_ids: list[list[int]]
     completions: list[list[int]]
-    masks: Sequence[list[int]] | None = None
-    """1 for each token of a completion that the student generated, 0 for what tools said; `None` without tools."""
+    authors: Sequence[list[int]] | None = None
+    """The [`~types.rollout.Author`] of each token of a completion; `None` where it is that of the row."""
     conversations: Sequence[list[dict[str, Any]]] | None = None
     """The completions as messages, with what tools said; `None` without tools."""
 
@@ -34,8 +34,10 @@ class BatchRow(Mapping[str, Any]):
     """As it was read; an environment adds text for its teacher."""
     place: int = 0
     """Index in the generation batch over all processes."""
-    is_off_policy: bool = False
-    """Whether the completion is the dataset's or the teacher's."""
+    author: Author = Author.STUDENT
+    """Who writes the completion, after what is `given`."""
+    given: Given = field(default_factory=lambda: Given([], []))
+    """How the completion begins; all of it where the author is not the student."""
     is_padding: bool = False
     """Whether it only fills the last batch of an evaluation."""
     prompt_weight: float = 1.0
@@ -72,6 +74,35 @@ class BatchRow(Mapping[str, Any]):
         return len(self.request.columns)
 
     @property
+    def is_off_policy(self) -> bool:
+        """Whether the whole completion is the dataset's or the teacher's."""
+        return self.author is not Author.STUDENT
+
+    @property
     def by_student(self) -> bool:
-        """Whether the student generates the completion."""
+        """Whether the student generates the completion, or goes on with one."""
         return not self.is_off_policy and self.prompt_weight > 0
+
+
+def whole(rows: Sequence[BatchRow], written: Written) -> Written:
+    """What was generated after given beginnings, as completions that contain them, with the author of each token."""
+    prompts, completions, authors = list[list[int]](), list[list[int]](), list[list[int]]()
+    for number, (row, context, ids) in enumerate(zip(rows, written.prompt_ids, written.completions, strict=True)):
+        given = row.given
+        # The student reads what it goes on with; what others have written as a whole follows the prompt.
+        prompts.append(context if row.is_off_policy else context[: len(context) - len(given.ids)])
+        by = [int(row.author)] * len(ids) if written.authors is None else written.authors[number]
+        completions.append([*given.ids, *ids])
+        authors.append([*given.authors, *by])
+    said = written.conversations
+    if said is not None:
+        said = [_after(row.given, one) for row, one in zip(rows, said, strict=True)]
+    return Written(prompts, completions, authors, said)
+
+
+def _after(given: Given, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was said after a beginning, as messages with it."""
+    if not (given.is_open and said):
+        return [*given.messages, *said]
+    both = "".join(one.get("content") or "" for one in (given.messages[-1], said[0]))
+    return [*given.messages[:-1], {**said[0], "content": both}, *said[1:]]

@@ -119,7 +119,7 @@ def check_no_holes(lengths: Sequence[Length]) -> None:
     if any(one.masked for one in lengths):
         raise ValueError(
             "A completion has masked tokens between others, which a model that runs without padding cannot skip: leave "
-            "`completion_mask` unchanged and set their weights to 0, in `weigh` or with a `tool_mask`."
+            "`completion_mask` unchanged and set their weights to 0, in `weigh`."
         )
 
 

@@ -25,6 +25,7 @@ from trl_opsd.models.tokenizers import readable
 from trl_opsd.teacher.comparison import Comparison, selected
 from trl_opsd.types import LazyLogits, OutputHead
 from trl_opsd.types.known import KnownTokens, TokenHead
+from trl_opsd.types.rollout import Author
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -56,6 +57,8 @@ class Token:
     """The teacher's probability of it."""
     choices: tuple[tuple[str, float], ...] = ()
     """The teacher's likeliest tokens here, with their probabilities."""
+    author: str | None = None
+    """Who wrote it, unless the student did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Sample:
     teacher: str | None
     """The name of the row's teacher, where there are several."""
     tokens: tuple[Token, ...]
-    """Those that the student generated."""
+    """Those that are no environment's."""
     is_cut: bool
     """Whether the completion goes on."""
     answers: tuple[tuple[int, str], ...] = ()
@@ -105,8 +108,10 @@ def samples_of(
         number = 0 if targets.teacher is None else int(targets.teacher[row])
         # Indices are those of the batch's columns: a row of several turns may have masked columns in between.
         mask_C = rollout.completion_mask[row] != 0
-        generated_C = mask_C if rollout.tool_mask is None else mask_C & (rollout.tool_mask[row] != 0)
-        generated = generated_C.nonzero().squeeze(1).tolist()
+        generated = rollout.generated[row].nonzero().squeeze(1).tolist()
+        authors = dict.fromkeys(generated, Author.STUDENT)
+        if rollout.authors is not None:
+            authors = dict(enumerate(map(Author, rollout.authors[row].tolist())))
         is_cut = len(generated) > TOKENS
         end = generated[TOKENS - 1] + 1 if is_cut else len(mask_C)
         places_n = rollout.weights[row, :end].nonzero().squeeze(1).cpu()
@@ -121,7 +126,8 @@ def samples_of(
             places = list(run)
             written = [ids[place] for place in places]
             if is_generated:
-                tokens += _tokens(map(numbers.get, places), written, before, tokenizer.decode)
+                of_places = [(numbers.get(place), authors[place]) for place in places]
+                tokens += _tokens(of_places, written, before, tokenizer.decode)
             else:
                 answers.append((len(tokens), _middle_cut(tokenizer.decode(written))))
             before = written
@@ -170,12 +176,12 @@ def _numbers(
 
 
 def _tokens(
-    numbers: Iterable[tuple[Any, ...] | None], ids: Sequence[int], before: list[int], decode: Callable[..., str]
+    numbers: Iterable[tuple[Any, Author]], ids: Sequence[int], before: list[int], decode: Callable[..., str]
 ) -> Iterator[Token]:
-    for of, text, last in zip(numbers, _pieces(ids, decode), [*before[-1:], *ids], strict=False):
+    for (of, author), text, last in zip(numbers, _pieces(ids, decode), [*before[-1:], *ids], strict=False):
         nats, student, teacher, best, shares = of or (None, None, None, (), ())
         choices = tuple((_after(last, one, decode), share) for one, share in zip(best, shares, strict=True))
-        yield Token(text, nats, student, teacher, choices)
+        yield Token(text, nats, student, teacher, choices, None if author is Author.STUDENT else author.word)
 
 
 def _pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:

@@ -264,7 +264,7 @@ def compared(
             share = best(share, scores(share, objective.selection.criterion))
         per_token = of(share, share.of_tokens(rollout, device))
         places_N = None if share.by_token else share.places_N
-        part = reduce(per_token, share.weights_BC, num_items, real, places_N)
+        part = reduce(per_token, share.weights_BC, num_items, real, places_N, rollout.authors)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"
     return parts

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trl_opsd.types.rollout import Rollout
+from trl_opsd.types.rollout import Author, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +185,7 @@ class LossParts:
         "teacher_entropy",
         "tokens",
         *UNWEIGHTED,
+        *(f"{name}_{author.word}" for author in Author for name in ("weight", "divergence", "tokens")),
         *(f"weight_{tenth}" for tenth in range(TENTHS)),
         *(f"divergence_{tenth}" for tenth in range(TENTHS)),
     )
@@ -193,9 +194,9 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 43], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
-    and `nll` in nats times weight; the others without weights, as [`PerToken`] has them. From `weight_0` on
-    all are 0 where the row is only a part of a completion."""
+    """[B, 55], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    and `nll` in nats times weight; the others without weights, as [`PerToken`] has them; weights, divergences and
+    tokens by [`~types.rollout.Author`]. From `weight_0` on all are 0 where the row is only a part of a completion."""
 
     def __add__(self, other: LossParts) -> LossParts:
         """Adds the parts of two groups of tokens of the same rows; both must have the same denominator."""

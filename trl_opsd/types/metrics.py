@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from trl_opsd.types.rollout import Author
+
 
 @dataclass(frozen=True, slots=True)
 class Logs:
@@ -46,6 +48,14 @@ _WHOLE = "teachers whose whole distributions are known"
 _COUNTED = Logs(MEAN, f"{_WHOLE}, over tokens")
 _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _COUNTED.appears)
 _PLACES = Logs(WEIGHTED, "if a token counts there; in training not where processes share rows")
+_BY_AUTHOR = {
+    one: Logs(
+        "as those by teacher",
+        "if a token in the loss is not the student's",
+        evaluated=one in (Author.STUDENT, Author.DATASET),
+    )
+    for one in Author
+}
 _TEACHERS = Logs(WEIGHTED, "several teachers, of those that had a token in the loss")
 _SEVERAL = "several teachers"
 _WITH_TOOLS = "`tools`, or an `environment_factory`"
@@ -83,6 +93,24 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
                 f"divergence_{tenth} / weight_{tenth}",
             )
             for tenth, ordinal in enumerate(_TENTHS)
+        },
+        **{
+            f"divergence/{one.word}": Metric(
+                "nats",
+                f"`divergence/mean` of the tokens that the {one.word} wrote.",
+                _BY_AUTHOR[one],
+                f"divergence_{one.word} / weight_{one.word}",
+            )
+            for one in Author
+        },
+        **{
+            f"tokens/{one.word}": Metric(
+                "tokens",
+                f"Tokens in the loss that the {one.word} wrote.",
+                _BY_AUTHOR[one],
+                f"tokens_{one.word} / batches",
+            )
+            for one in Author
         },
         "divergence/teacher/<name>": Metric(
             "nats", "`divergence/mean` of this teacher's rows.", _TEACHERS, "divergence/<name> / weight/<name>"

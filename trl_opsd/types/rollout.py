@@ -7,10 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+
+class Author(IntEnum):
+    """Who wrote a token of a completion."""
+
+    ENVIRONMENT = 0
+    """A tool or the user, between turns of the assistant, with what the chat template adds."""
+    STUDENT = 1
+    TEACHER = 2
+    DATASET = 3
+
+    @property
+    def word(self) -> str:
+        """Its name in options and in the log."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The beginning of a completion that is not generated."""
+
+    ids: list[int]
+    authors: list[int]
+    """The [`Author`] of each of these."""
+    messages: Sequence[dict[str, Any]] = ()
+    """The same as messages, where the prompt has messages."""
+    is_open: bool = False
+    """Whether the student goes on with the last of these."""
 
 
 class Length(NamedTuple):
@@ -96,15 +125,15 @@ class Rollout:
     completion_mask: Tensor
     """[B, C], 1 where the token is real and may be attended to."""
     weights: Tensor
-    """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
-    tool_mask: Tensor | None = None
-    """[B, C], 0 where a tool answered, else 1, as in TRL; `None` without tools."""
+    """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for an environment's tokens."""
+    authors: Tensor | None = None
+    """[B, C], int64, the [`Author`] of each token; `None` where the student wrote all."""
     nll_weight: Tensor | None = None
     """[B], float32, constants: each adds itself times `-log p_s` of the row's own tokens to their divergence; 0 adds
     nothing, and so does `None`."""
     logprobs: Tensor | None = None
-    """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for
-    padding, NaN in rows where it is not known; `None` where it is for none."""
+    """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, NaN where
+    it is not known; `None` where it is for none."""
     images: tuple[RowImages | None, ...] | None = None
     """B of them, in host memory, `None` for a row without images; `None` where no row has any."""
     candidates: Tensor | None = None
@@ -140,8 +169,8 @@ class Rollout:
 
     @property
     def generated(self) -> Tensor:
-        """[B, C], whether the student generated the token: neither padding nor the output of a tool."""
-        mask = self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
+        """[B, C], whether the token is neither padding nor an environment's."""
+        mask = self.completion_mask if self.authors is None else self.completion_mask * self.authors
         return mask != 0
 
     def weights_on_host(self) -> Tensor:
@@ -215,7 +244,7 @@ class Rollout:
             completion_ids=self.completion_ids[:, :columns],
             completion_mask=self.completion_mask[:, :columns],
             weights=weights,
-            tool_mask=None if self.tool_mask is None else self.tool_mask[:, :columns],
+            authors=None if self.authors is None else self.authors[:, :columns],
             on_host=on_host,
             logprobs=None if self.logprobs is None else self.logprobs[:, :columns],
             candidates=None if self.candidates is None else self.candidates[:, :columns],
