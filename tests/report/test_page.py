@@ -131,7 +131,8 @@ def test_recorded_samples_round_trip(tmp_path):
     found = recorded_in(tmp_path)
     assert [(one.step, one.split) for one in found] == [*((one.step, one.split) for one in RECORDED), (7, "train")]
     assert vars(found[0].samples[0].tokens[1]) == {
-        **{"text": " is", "divergence": 0.5, "student": 0.25, "teacher": 0.5, "choices": [["é", 0.75], ["\n", 0.2]]}
+        **{"text": " is", "divergence": 0.5, "student": 0.25, "teacher": 0.5, "choices": [["é", 0.75], ["\n", 0.2]]},
+        "author": None,
     }
     assert found[2].samples[0].answers == [[1, HOSTILE]]
     assert found[-1].samples[0].tokens[0].divergence is None

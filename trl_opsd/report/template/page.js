@@ -9,7 +9,8 @@ function show(token) {
   const [nats, student, teacher, choices] = JSON.parse(token.dataset.v);
   const said = nats === null ? "not in the loss" : `${nats.toFixed(3)} nats; student ${percent(student)}, teacher ${percent(teacher)}`;
   const lines = choices.map(([text, share]) => `${visible(text)}  ${percent(share)}`);
-  panel.textContent = [`${visible(token.textContent)}  ${said}`, ...lines].join("\n");
+  const by = token.dataset.by ? `; written by the ${token.dataset.by}` : "";
+  panel.textContent = [`${visible(token.textContent)}  ${said}${by}`, ...lines].join("\n");
   panel.hidden = false;
 }
 
