@@ -267,8 +267,8 @@ class TrainerMembers(UpstreamFixes):
         if authors is None:
             return rollout
         by = [torch.tensor(one or [int(Author.STUDENT)]) for one in authors]
-        of_all = pad(by, int(Author.STUDENT), "right", self.pad_to_multiple_of).to(self.accelerator.device)
-        rollout = replace(rollout, authors=of_all)
+        of_all = pad(by, int(Author.STUDENT), "right", self.pad_to_multiple_of)
+        rollout = replace(rollout, authors=of_all.to(self.accelerator.device, non_blocking=True))
         return replace(rollout, weights=rollout.generated.float())
 
     def _padded(self, rows: Sequence[list[int]], side: str) -> tuple[Tensor, Tensor]:
