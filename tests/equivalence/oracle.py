@@ -128,8 +128,9 @@ def entropy(logs: Tensor) -> Tensor:
 class Oracle:
     """A student that is trained by SGD with the options of a run, on the completions that it has recorded.
 
-    A row is its columns and `ids`, `skipped`, `off_policy`, `kept`: the completion, whether nothing was generated,
-    whether it is the dataset's, and the places of the tokens that `token_selection="random"` has drawn.
+    A row is its columns and `ids`, `skipped`, `off_policy`, `given`, `kept`: the completion, whether nothing was
+    generated, whether it is the dataset's, with how many tokens of it the student went on, and the places of the tokens
+    that `token_selection="random"` has drawn.
     """
 
     def __init__(
@@ -204,7 +205,9 @@ class Oracle:
         for row in group:
             assert row["skipped"] == (not weight), f"{row['prompt']!r} is skipped: {row['skipped']}, not {not weight}"
             assert not row["off_policy"] or "lmbda" in self.options
-            assert row["off_policy"] or len(row["ids"]) <= self._limit()
+            assert row["off_policy"] or len(row["ids"]) <= self._limit() + row["given"]
+            goes_on = row.get("completion_prefix") is not None and not (row["off_policy"] or row["skipped"])
+            assert bool(row["given"]) == goes_on
             row["weight"], row["text"] = weight, self.words.decode(row["ids"], skip_special_tokens=True)
             is_judged = weight and not row["off_policy"]
             row["rewards"] = [one(row["prompt"], row["text"]) if is_judged else None for one in functions]
@@ -269,7 +272,7 @@ class Oracle:
             others = [one for one in group if one is not row and one["reward"] is not None and one["reward"] >= least]
             context = next((one["text"].strip() for one in others if one["text"].strip()), context)
             return None if context is None else self._joined(row, context)
-        elif "environment_factory" in options:
+        elif "environment_factory" in options and not row["off_policy"]:
             context = feedback(prompt)
             if context is not None:
                 context = options.get("feedback_template", FEEDBACK).format(feedback=context)
@@ -423,12 +426,15 @@ class Oracle:
             kind, fraction = "student_surprise", 0.2
         places = torch.arange(count, dtype=torch.float64)
         weights = torch.ones(count, dtype=torch.float64)
+        if (authors := self.options.get("author_weights")) is not None:
+            is_own = (places >= row["given"]) & (not row["off_policy"])
+            weights = torch.where(is_own, authors["student"], authors["dataset"]).double()
         kept = math.ceil(round(fraction * count, 9))
         if kind == "prefix":
-            weights = (places < kept).double()
+            weights = weights * (places < kept)
         elif kind == "random":
             assert len(set(row["kept"])) == kept, f"{row['kept']} are not {kept} of {count} tokens"
-            weights = torch.zeros_like(weights).index_fill(0, torch.tensor(row["kept"]), 1.0)
+            weights = weights * torch.zeros_like(weights).index_fill(0, torch.tensor(row["kept"]), 1.0)
         for table in (TABLES[name] for name in self.methods if name in TABLES):
             at = places / max(1, count - 1) * (len(table) - 1)
             low = at.long().clamp(max=len(table) - 2)

@@ -60,6 +60,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no student": {"lmbda": 0.0},
     "half a student": {"lmbda": 0.5},
     "half a student, copied": {"lmbda": 0.5, "sft_weight": 0.3},
+    "a beginning": {"begins": True},
+    "a beginning, authors weighted": {"begins": True, "author_weights": {"student": 0.5, "dataset": 2.0}},
     "rewards that are logged": {"reward_funcs": "one"},
     "rewards": {"reward_funcs": "one", "reward_weight": 0.4},
     "rewards, unscaled": {"reward_funcs": "one", "reward_weight": 0.4, "scale_rewards": "none"},
@@ -130,7 +132,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     *((name, OF_REWARDS, "`lmbda=0") for name in ("no student", "stored")),
     ("rising weights", {"weights from 0"}, "`methods` contains two of the name 'AlongCompletion'"),
     ("stored", {"evaluated"}, "there are targets of completions in the dataset alone"),
-    ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
+    ("feedback", {*SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     *((name, {*WHOLE, *CUT}, "needs the whole distribution of each teacher") for name in KNOWN),
     ("bytes", CUT, "`cross_tokenizer='bytes'` with `"),
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
@@ -179,6 +181,11 @@ def refusal(names: tuple[str, ...]) -> str | None:
     return next((said for one, others, said in REFUSED if one in names and others & {*names}), None)
 
 
+def beginning(number: int) -> str | None:
+    """What the student goes on with in a row, `None` in some: letters that are in no token with others."""
+    return None if number % 3 == 2 else "#" * (1 + number % 4)
+
+
 class Answering(RolloutBackend):
     """Answers by words that follow from the prompt, the step, and which answer it is; the first prompts get more."""
 
@@ -190,8 +197,9 @@ class Answering(RolloutBackend):
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         texts = []
-        for place, prompt in enumerate(self.words.batch_decode(prompt_ids)):
-            number = PROMPTS.index(prompt.removeprefix(ASKED).removesuffix(ANSWERED))
+        for place, text in enumerate(self.words.batch_decode(prompt_ids)):
+            asked = text.removeprefix(ASKED).replace(ANSWERED, "")
+            number = next(n for n, one in enumerate(PROMPTS) if asked in (one, f"{one}{beginning(n)}"))
             draw = random.Random(f"{number} {step} {place} {self.process} 19")
             said = draw.choices(WRITTEN, k=draw.randint(1, 3) + 2 * (number < 3))
             texts.append("".join(said) + draw.choice(("", "<|im_end|>")))
@@ -208,6 +216,7 @@ class Recorded(OPSDTrainer):
             return super().teach(rollout, rows)
         for row, ids, weights in zip(rows, rollout.completion_lists(), rollout.weights, strict=True):
             seen = {"ids": ids, "off_policy": row.is_off_policy, "skipped": not row.prompt_weight}
+            seen |= {"given": 0 if row.is_off_policy else len(row.given.ids)}
             kept = weights[: len(ids)].nonzero()[:, 0].tolist()
             self.read.append((self.state.global_step, row.place, {**row, **seen, "kept": kept}))
         return super().teach(rollout, rows)
@@ -258,7 +267,10 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     if "contrast_weight" in options:
         columns["contrast_context"] = [f"wrong {7 * number % 5}" for number in range(len(prompts))]
     if "lmbda" in options:
-        columns["completion"] = [f" given {number}, the end"[: 8 + number] for number in range(len(prompts))]
+        texts = [f" given {number}, the end"[: 8 + number] for number in range(len(prompts))]
+        columns["completion"] = [[{"role": "assistant", "content": one}] for one in texts] if is_acted else texts
+    if options.pop("begins", False):
+        columns["completion_prefix"] = [beginning(number) for number in range(len(prompts))]
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words = MINE if by_bytes else WORDS
@@ -409,18 +421,22 @@ UNSEEN = {
     "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "columns",
     "eval_on_start", "eval_strategy", "max_tokens_per_microbatch", "loss_chunk_tokens", "lmbda",
     "teacher_prefix_cache_gb", "stored", "cross_tokenizer", "cross_tokenizer_missed", "torch_compile",
-    "torch_compile_backend",
+    "torch_compile_backend", "begins",
 }  # fmt: skip
 """What has no effect on the loss of given completions by itself."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [one for one, given in VARIANTS.items() if given.keys() - UNSEEN or "lmbda" in given])
+@pytest.mark.parametrize(
+    "name", [one for one, given in VARIANTS.items() if given.keys() - UNSEEN or {"lmbda", "begins"} & {*given}]
+)
 def test_runs_differ_from_those_without_the_option(tmp_path, name):
     """Else a test of a pair would tell nothing of it."""
     found, options = trained(tmp_path, (name,)), options_of((name,))
     if "lmbda" in options:
         assert any(row["off_policy"] for rows in found["steps"] for row in rows)
+    if "begins" in options:
+        assert any(row["given"] for rows in found["steps"] for row in rows)
     if name == "growing":
         first, second = (max(len(row["ids"]) for row in rows) for rows in found["steps"])
         assert first == 3 < 5 < second, "and with as many steps as by default, at most 4"

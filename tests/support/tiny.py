@@ -190,6 +190,7 @@ SETTINGS = {
     "token_selection": ("token_selection", "criterion"), "token_fraction": ("token_selection", "fraction"),
     "loss_aggregation": ("aggregation", "by"), "teacher_weights": ("aggregation", "weights"),
     "student_quantization": ("student_quantization", "format"), "sft_weight": ("off_policy", "nll_weight"),
+    "author_weights": ("off_policy", "weights"),
 }  # fmt: skip
 """Settings of methods by the flat names that tests give them, beside options."""
 
