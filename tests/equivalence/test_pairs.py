@@ -110,6 +110,7 @@ MIXING = {
     *OF_REWARDS,
     *MIXED_STUDENT,
     *SKIPPING,
+    "a beginning",
     "four completions",
     "shuffled",
     "a user's method",
@@ -393,7 +394,7 @@ FIRST = [
 CASES = [*dict.fromkeys([*cases(), *FIRST])]
 MIXED = [names for names in CASES if MIXING & {*names}]
 SHORT = [*some(CASES, 13), *FIRST]
-SHORT_MIXED = [*some(MIXED, 5), ("half a student", "a user's method")]
+SHORT_MIXED = [*some(MIXED, 4), ("half a student", "a beginning"), ("half a student", "a user's method")]
 LAUNCHED = 100  # runs of a launch
 
 

@@ -16,7 +16,7 @@ import vllm_lab
 from server_lab import CONTEXT
 from support import forks, tiny
 from test_vllm_sync import Watch
-from vllm_lab import by_hf, gap, lora, move, student, two_end_tokens
+from vllm_lab import by_hf, check_goes_on, gap, lora, move, student, two_end_tokens
 
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.errors import ServerError, SyncError
@@ -53,6 +53,9 @@ class Alike:
         completions = trainer.rollout.complete(prompts, 0)
         assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == end_ids
         assert completions == by_hf(trainer, prompts), "ended by the server itself, not cut afterwards"
+
+    def test_rows_go_on_after_their_beginnings(self, serve):
+        check_goes_on(serve(top_k=1))
 
     def test_options_and_unknown_ids_reach_a_server(self, serve):
         trainer = serve(temperature=1.9, generation_kwargs={self.least: 16})

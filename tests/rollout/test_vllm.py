@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 from support.processes import run
 from transformers.utils.import_utils import enable_tf32
-from vllm_lab import by_hf, gap, student, two_end_tokens
+from vllm_lab import by_hf, check_goes_on, gap, student, two_end_tokens
 
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.types.rollout import cut_after_end
@@ -44,6 +44,10 @@ def test_greedy_tokens_equal_those_of_generate(make, shape, tied):
 
     assert trainer.complete(prompts) == expected
     assert len({tuple(ids) for ids in expected}) == len(prompts), "the prompts can be told apart by their completions"
+
+
+def test_rows_go_on_after_their_beginnings(make):
+    check_goes_on(make(top_k=1, train_dataset=tiny.rows().add_column("completion_prefix", [" so", None] * 4)))
 
 
 @pytest.mark.filterwarnings("ignore:`generation_kwargs`")

@@ -31,7 +31,7 @@ from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.vllm import engine
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.rollout import vllm as backend
-from trl_opsd.types.rollout import cut_after_end
+from trl_opsd.types.rollout import Author, cut_after_end
 
 # Compiling takes eight times as long as all else that an engine does here; `make real` starts one that does. A cache of
 # a GiB, the least that can be asked for, takes half of a start to fill with zeros.
@@ -130,6 +130,23 @@ def trainer(
         teacher_model=arguments.pop("teacher_model", None) or tiny.qwen2(48, seed=1),
         **{"train_dataset": tiny.rows(), **arguments},
     )
+
+
+def check_goes_on(trainer: OPSDTrainer) -> None:
+    """Rows go on after their beginnings as `generate` does after both in one, greedily; others are plain."""
+    words, begun = trainer.processing_class, [" so", None] * 4
+    rows = [{"prompt": one, "completion_prefix": text} for one, text in zip(tiny.PROMPTS, begun, strict=True)]
+    rollout = trainer.score(rows).rollout
+    prompts, given = trainer.tokenize(tiny.PROMPTS), [words(text or "")["input_ids"] for text in begun]
+    expected = by_hf(trainer, [prompt + ids for prompt, ids in zip(prompts, given, strict=True)])
+    assert rollout.prompt_lists() == prompts
+    assert rollout.completion_lists() == [ids + own for ids, own in zip(given, expected, strict=True)]
+    for ids, own, authors in zip(given, expected, rollout.authors.tolist(), strict=True):
+        assert authors[: len(ids) + len(own)] == [Author.DATASET] * len(ids) + [Author.STUDENT] * len(own)
+    if rollout.logprobs is not None:
+        assert (
+            rollout.logprobs.isnan() == ((rollout.authors != Author.STUDENT) | (rollout.completion_mask == 0))
+        ).all()
 
 
 @torch.no_grad()
