@@ -257,7 +257,7 @@ class TrainerMembers(UpstreamFixes):
         authors: Sequence[list[int]] | None = None,
     ) -> Rollout:
         """Rows on the device; an empty completion is one masked token of padding. What an environment wrote is part of
-        a completion, and has no weight.
+        a completion, and has no weight; nor has what a dataset did, where tokens have to be drawn.
         """
         prompts, prompt_mask = self._padded(prompt_ids, "left")
         ids, mask = self._padded(completions, "right")
@@ -269,7 +269,10 @@ class TrainerMembers(UpstreamFixes):
         by = [torch.tensor(one or [int(Author.STUDENT)]) for one in authors]
         of_all = pad(by, int(Author.STUDENT), "right", self.pad_to_multiple_of)
         rollout = replace(rollout, authors=of_all.to(self.accelerator.device, non_blocking=True))
-        return replace(rollout, weights=rollout.generated.float())
+        counts = rollout.generated
+        if self.learns_from_draws:
+            counts = counts & (rollout.authors != Author.DATASET)
+        return replace(rollout, weights=counts.float())
 
     def _padded(self, rows: Sequence[list[int]], side: str) -> tuple[Tensor, Tensor]:
         """Token ids and mask, [B, L], on the device; the mask by length, never by the value of a token."""

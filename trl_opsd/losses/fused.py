@@ -155,10 +155,8 @@ def _rows(  # type: ignore[no-untyped-def]
             nll = -force * log_ps
         if POLICY:
             if logprobs is not None:
-                drawn_at = tl.load(logprobs + number)
-                ratio = tl.exp(log_ps - drawn_at)
+                ratio = tl.exp(log_ps - tl.load(logprobs + number))
                 importance = tl.where(ratio < floor, 0.0, tl.minimum(ratio, setting))
-                importance = tl.where(drawn_at == drawn_at, importance, 1.0)  # NaN where it is not known
             value = importance * (log_ps - log_pt)
             force -= value
         total -= force  # the sum of the slopes, to which the sampled token adds

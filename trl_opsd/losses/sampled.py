@@ -33,7 +33,7 @@ class SampledReverseKL(Divergence):
     whole vocabulary, as [`ReverseKL`] does.
 
     `w = min(p_s(y) / p_rollout(y), clip_max)` is a constant too, the truncated importance weight of TRL's GRPO trainer
-    (`"token_truncate"`); 1 where the rollout's own log-probability is not known, and 0 below `clip_min`
+    (`"token_truncate"`); 1 where the rollout's own log-probabilities are not given, and 0 below `clip_min`
     (`"token_mask"`): such a token was drawn from a distribution that is hardly the student's.
 
     Args:
@@ -67,8 +67,7 @@ class SampledReverseKL(Divergence):
             return torch.ones_like(log_student_R)
         bound = math.inf if self.clip_max is None else self.clip_max
         ratio_R = (log_student_R.detach() - logprobs_R).exp()
-        weight_R = ratio_R.clamp(max=bound).masked_fill(ratio_R < (self.clip_min or 0.0), 0.0)
-        return weight_R.masked_fill(logprobs_R.isnan(), 1.0)
+        return ratio_R.clamp(max=bound).masked_fill(ratio_R < (self.clip_min or 0.0), 0.0)
 
 
 class Drawn(NamedTuple):

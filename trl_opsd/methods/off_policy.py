@@ -52,4 +52,5 @@ class OffPolicy(Method):
             return weights
         assert rollout.authors is not None, "it was made of rows"
         by_author = weights.new_tensor([{**_BY_DEFAULT, **self.weights}[one.word] for one in Author])
-        return by_author[rollout.authors] * (rollout.completion_mask != 0)
+        counts = rollout.weights if self.host.learns_from_draws else rollout.completion_mask
+        return by_author[rollout.authors] * (counts != 0)
