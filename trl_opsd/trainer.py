@@ -340,11 +340,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self._generation.bind(chosen_rollout(None, self.args) if rollout is None else rollout)
 
     @property
-    def learns_from_draws(self) -> bool:
-        """Whether the loss is a policy gradient, which depends on the distribution that tokens were sampled from."""
-        return isinstance(self.divergence, SampledReverseKL)
-
-    @property
     def reads_logprobs(self) -> bool:
         """Whether the rollout returns those of the current generation, to weigh tokens or to measure the sampler.
 
@@ -445,4 +440,4 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.args.check_divergence(resolved)
         if self.is_built:
             self._prove_divergence(resolved)
-        self._divergence = resolved
+        self._divergence, self.learns_from_draws = resolved, isinstance(resolved, SampledReverseKL)

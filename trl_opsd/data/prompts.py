@@ -70,12 +70,8 @@ class Prompt:
     """The one of several environments whose tools the template describes; empty where all rows have the same tools."""
     has_images: bool = False
     """Whether a model's processor has to read it."""
-
-    @property
-    def template(self) -> dict[str, bool]:
-        """Arguments of the chat template: a last message of the assistant goes on, after others a turn of it begins."""
-        is_open = self.kind == "messages" and self.value[-1]["role"] == "assistant"
-        return {"continue_final_message": True, "add_generation_prompt": False} if is_open else {}
+    template: Mapping[str, bool] = field(default_factory=dict)
+    """Arguments of the chat template where the last message is the assistant's, which goes on with it."""
 
     @property
     def texts(self) -> list[str]:
@@ -98,7 +94,9 @@ class Prompt:
         kind = check_prompt(value, where)
         if kind == "text":
             return cls(value, kind, where)
-        return cls(tidy(value, where), kind, where, has_images=bool(places(value)))
+        goes_on = value[-1]["role"] == "assistant"
+        template = {"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}
+        return cls(tidy(value, where), kind, where, has_images=bool(places(value)), template=template)
 
 
 def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | None:

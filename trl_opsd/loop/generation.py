@@ -290,7 +290,7 @@ class Generation:
         """Prompts with what the student goes on with in each: the beginning of its completion, if it has one."""
         contexts = list[list[int]](prompt_ids)
         for number, row in enumerate(rows):
-            if row.by_student and row.get(PREFIX) is not None:
+            if row.request.columns.get(PREFIX) is not None and row.by_student:
                 row.given = self.of_dataset(row, prompt_ids[number], PREFIX)
                 contexts[number] = prompt_ids[number] + row.given.ids
         return contexts

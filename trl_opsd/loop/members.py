@@ -51,6 +51,8 @@ class TrainerMembers(UpstreamFixes):
     """Whether prompts have images; `None` for a stream until one has."""
     args: OPSDConfig
     divergence: Divergence
+    learns_from_draws: bool
+    """Whether the loss is a policy gradient, which depends on the distribution that tokens were sampled from."""
     temperature: float
     """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
     `generation_config`, as in TRL."""

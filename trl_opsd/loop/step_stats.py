@@ -27,9 +27,8 @@ from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.methods.targets import Anchor
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts, Rollout
-from trl_opsd.types.loss import columns
+from trl_opsd.types.loss import OF_AUTHORS, columns
 from trl_opsd.types.metrics import Metric
-from trl_opsd.types.rollout import Author
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -225,7 +224,7 @@ class StepStats:
             # 0 at each token is what a divergence that does not tell leaves.
             "accepted": are_whole and named["accepted"] > 0,
             "outcomes": cross is not None,
-            **{f"tokens_{author.word}": named[f"tokens_{author.word}"] > 0 for author in Author},
+            **{tokens: named[tokens] > 0 for *_, tokens in OF_AUTHORS},
             **dict.fromkeys(("same_first", "teacher_first", "ranked"), are_whole and cross is None),
         }
         return {name: one for name, one in named.items() if is_on.get(name, True)}
@@ -238,12 +237,13 @@ class StepStats:
         ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
         assert written.authors is not None, "it is of whole rows"
         teachers = trainer.teaching.names
+        by_student = [row.by_student for row in rows]
         turns = (trainer.turns and trainer.turns.counts) or [(1, 0, 0)] * len(rows)
         for number, (row, prompt) in enumerate(zip(rows, written.prompt_ids, strict=True)):
             # An empty completion counts as one token, of padding; what the student went on with is not its own.
-            start = 0 if row.is_off_policy else len(row.given.ids)
+            start = len(row.given.ids) if by_student[number] else 0
             ids, authors = written.completions[number][start:], written.authors[number][start:]
-            is_generated = bool(ids) and (trainer.args.seq_kd or not row.is_off_policy)
+            is_generated = bool(ids) and (trainer.args.seq_kd or by_student[number])
             ids = ids or [trainer.processing_class.pad_token_id]
             length = max(sum(map(bool, authors)), 1)
             of_row = {
@@ -252,7 +252,7 @@ class StepStats:
                 "generated": length * is_generated,
                 "ids": len(ids),
             }
-            of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": row.by_student}
+            of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": by_student[number]}
             of_row |= {"asked": row.prompt_weight > 0}
             of_row |= {"teacher": teachers.index(row.request.teacher) if teachers else 0}
             of_row |= dict(zip(("turns", "calls", "failures"), turns[number], strict=True))

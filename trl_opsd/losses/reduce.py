@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.types import LossParts, PerToken
-from trl_opsd.types.loss import TENTHS, UNWEIGHTED
-from trl_opsd.types.rollout import Author
+from trl_opsd.types.loss import OF_AUTHORS, TENTHS, UNWEIGHTED
 
 
 def reduce(
@@ -67,10 +66,9 @@ def reduce(
     sums |= {"weight": weights_BC.sum(1), "tokens": counts_BC.sum(1).to(weights_BC)}
     tenths_BX = weights_BC.new_zeros(len(weights_BC), 2 * TENTHS)
     of_BC = torch.ones_like(counts_BC) if authors is None else authors.to(divergence.device, non_blocking=True)
-    for author in Author:
-        values_3BC = torch.stack([weights_BC, values_KBC[0], counts_BC.to(weights_BC)])
-        names_3 = (f"{name}_{author.word}" for name in ("weight", "divergence", "tokens"))
-        sums |= zip(names_3, (values_3BC * (of_BC == author)).sum(2), strict=True)
+    values_3BC = torch.stack([weights_BC, values_KBC[0], counts_BC.to(weights_BC)])
+    for author, its_names in enumerate(OF_AUTHORS):
+        sums |= zip(its_names, (values_3BC * (of_BC == author)).sum(2), strict=True)
     whole = [sums.get(name, tenths_BX[:, 0]) for name in LossParts.ROW_NAMES[: -2 * TENTHS]]
     if real is not None:
         tenths_BX = by_tenth(real.to(divergence.device), weights_BC, values_KBC[0])

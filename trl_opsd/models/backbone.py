@@ -134,9 +134,9 @@ def padded_hidden(
     starts_B1, totals_B1 = places.starts_B.unsqueeze(1) + before, places.totals_B.unsqueeze(1) - before
     width = -(-(max(places.totals) - before) // policy.multiple_of) * policy.multiple_of
     columns_W = torch.arange(width, device=starts_B1.device)
-    mask_BL = rollout.attention_mask
+    mask_BL, ids_BL = rollout.attention_mask, rollout.input_ids
     index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
-    ids_BW = rollout.input_ids.gather(1, index_BW)
+    ids_BW = ids_BL.gather(1, index_BW)
     needs_mask = policy.needs_mask or policy.dummy_image_prompt is not None or rollout.images is not None
     # Positions beyond the context, of rows that are padded to a multiple, would have to be those of the last token.
     needs_mask |= any(one.masked for one in lengths) or width > (context_of(model) or width)

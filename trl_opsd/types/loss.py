@@ -6,6 +6,7 @@ B rows · N tokens in the loss · V vocabulary size · H hidden size
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -174,6 +175,10 @@ UNWEIGHTED = tuple(one.name for one in fields(PerToken) if one.default is None)
 """Optional fields of [`PerToken`]: the sum of each over a row is a statistic of the same name, without weights."""
 
 
+OF_AUTHORS = tuple(tuple(f"{name}_{one.word}" for name in ("weight", "divergence", "tokens")) for one in Author)
+"""Statistics of the tokens of each [`~types.rollout.Author`]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossParts:
     """One process's contribution to a loss: local sums, for the caller to reduce across processes."""
@@ -185,7 +190,7 @@ class LossParts:
         "teacher_entropy",
         "tokens",
         *UNWEIGHTED,
-        *(f"{name}_{author.word}" for author in Author for name in ("weight", "divergence", "tokens")),
+        *chain.from_iterable(OF_AUTHORS),
         *(f"weight_{tenth}" for tenth in range(TENTHS)),
         *(f"divergence_{tenth}" for tenth in range(TENTHS)),
     )
