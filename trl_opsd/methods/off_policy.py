@@ -11,6 +11,7 @@ from torch import Tensor
 from trl_opsd._compat.values import NotNegative
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
+from trl_opsd.options.rules import refuse
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import Author
 
@@ -40,8 +41,8 @@ class OffPolicy(Method):
         return self.nll_weight > 0
 
     def check(self, args: Any, teachers: Sequence[str]) -> None:
-        if unknown := sorted({*self.weights} - {*_BY_DEFAULT}):
-            raise ValueError(f"`OffPolicy(weights=...)` has {unknown[0]!r}: expected some of {[*_BY_DEFAULT]}.")
+        unknown = sorted({*self.weights} - {*_BY_DEFAULT})
+        refuse([(unknown, f"`OffPolicy(weights=...)` has {unknown}", f"expected some of {[*_BY_DEFAULT]}")])
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:
