@@ -180,6 +180,11 @@ def prepare(
                 "the calls of a teacher are not answered; record its episodes, into a column 'completion'",
             ),
             (
+                (acts or tools) and any(one.writes for one in made),
+                "`tools` or `environment_factory` with a method that writes completions",
+                "it knows one turn; remove one of them",
+            ),
+            (
                 teacher_prompt_fn is not None and args.seq_kd,
                 "`teacher_prompt_fn` with `seq_kd=True`",
                 "the function needs a completion, which the teacher is to generate; add a column 'teacher_prompt'",
