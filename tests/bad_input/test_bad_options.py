@@ -162,18 +162,18 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     *(
         (named, {"methods": {"blend": {"teacher": 0.3}}, "rollout": None, **more})
         for named, more in (
-            ("engine", {"use_vllm": True}),
-            ("`rollout`, a FixedRollout", {"rollout": FixedRollout({})}),
+            ("the rollout", {"use_vllm": True}),
+            ("FixedRollout", {"rollout": FixedRollout({})}),
             ("teacher_server_url", {"teacher_server_url": URL, "teacher_model": "teacher"}),
             ("cross_tokenizer", {"cross_tokenizer": "bytes", "teacher_processing_class": byte_pairs(40)}),
-            ("Tools|tools", {"tools": [tiny.add]}),
+            ("tools", {"tools": [tiny.add]}),
             ("overlap", {"overlap": "step"}),
             ("lmbda", {"lmbda": 0}),
             ("temperature", {"temperature": 0.7}),
             ("top_p", {"top_p": 0.9}),
             ("min_new_tokens", {"generation_kwargs": {"min_new_tokens": 4}}),
             ("made of the completion", {"teacher_prompt_fn": lambda row, completion: "a"}),
-            ("Speculative", {"methods": {"blend": {"teacher": 0.3}, "speculative": None}}),
+            ("another method that does", {"methods": {"blend": {"teacher": 0.3}, "speculative": None}}),
             *((one, {"methods": {"blend": {"teacher": 0.3, one: 0}}}) for one in ("teacher", "until_step", "block")),
             ("top_k", {"methods": {"speculative": {"top_k": 0}}}),
         )

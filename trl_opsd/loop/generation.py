@@ -68,9 +68,6 @@ class Generation:
         self.is_overridden = "complete" in own_verbs(type(self._host))
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
-        if self._host.methods.any("writes") and not rollout.in_blocks:
-            name = next(type(one).__name__ for one in self._host.methods if one.writes)
-            raise ValueError(f"`{name}` has `transformers` generate: remove `rollout`, a {type(rollout).__name__}.")
         rollout.bind(self._host)
         self.rollout = rollout
         _users[id(rollout)] = self
@@ -192,9 +189,8 @@ class Generation:
 
     def note_logprobs(self, row: BatchRow, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
-        if row.is_off_policy or self._substitute is not None:  # the rollout may know the same row by chance
-            return
-        if row.logprobs is not None:  # of a method that has written it
+        # The rollout may know the same row by chance, or a method has written it.
+        if row.is_off_policy or self._substitute is not None or row.logprobs is not None:
             return
         row.logprobs = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
 

@@ -8,7 +8,7 @@ B rows of this process · R rows of all processes · C completion tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.objective import Objective
-from trl_opsd.methods.rows import BatchRow, Written
+from trl_opsd.methods.rows import BatchRow, Complete, Written
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.metrics import Metric
 
@@ -174,9 +174,7 @@ class Method:
     def before(self, rows: Sequence[BatchRow]) -> None:
         """Before generation: may set `prompt_weight` (at 0 it is skipped) of rows, and add to `nll_weight`."""
 
-    def complete(
-        self, rows: Sequence[BatchRow], prompt_ids: list[list[int]], alone: Callable[[list[list[int]]], list[list[int]]]
-    ) -> list[list[int]]:
+    def complete(self, rows: Sequence[BatchRow], prompt_ids: list[list[int]], alone: Complete) -> list[list[int]]:
         """The completions of the student's rows, in place of those that `alone`, the rollout, returns for prompts.
 
         May set `authors` and `logprobs` of rows. One method has this hook; a row without a prompt is `is_padding`.

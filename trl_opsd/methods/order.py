@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, cached_property
@@ -25,7 +25,7 @@ from trl_opsd.environments import Environments
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.methods.rows import BatchRow
+from trl_opsd.methods.rows import BatchRow, Complete
 from trl_opsd.options.rules import refuse, shown
 from trl_opsd.options.table import LARGEST_WEIGHT
 from trl_opsd.types import Rollout, TeacherTargets
@@ -74,11 +74,7 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
                     "a teacher's prompt made of the completion",
                     "asks the teacher before there is one",
                 ),
-                (
-                    one.writes and len(writing) > 1,
-                    f"`{type(writing[-1]).__name__}`",
-                    "writes the same completions",
-                ),
+                (one.writes and one is not writing[0], "another method that does", "writes completions"),
             )
         )
         why = "pass `methods=[Rewards([...])]` with functions"
@@ -163,9 +159,7 @@ class Methods:
             one.before(rows)
             self._check_columns(one, rows)
 
-    def complete(
-        self, rows: Sequence[BatchRow], prompt_ids: list[list[int]], alone: Callable[[list[list[int]]], list[list[int]]]
-    ) -> list[list[int]]:
+    def complete(self, rows: Sequence[BatchRow], prompt_ids: list[list[int]], alone: Complete) -> list[list[int]]:
         for one in self._of("complete", in_training=True):
             return one.complete(rows, prompt_ids, alone)
         return alone(prompt_ids)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from trl_opsd.data.completions import Outcome
 from trl_opsd.data.prompts import Prompt, Request
 from trl_opsd.types.rollout import Author, Given, RowImages
+
+Complete: TypeAlias = Callable[[list[list[int]]], list[list[int]]]
+"""A completion for each prompt, as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
