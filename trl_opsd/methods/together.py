@@ -125,6 +125,7 @@ class _Together(Method):
             heads, size = host.teaching.teachers.heads, host.args.per_device_train_batch_size
             host.model.eval()
             with whole_head(host.model) as head, gathered_head(*heads):
+                heads = [one.to(head.weight.device) for one in heads]  # several that are offloaded are in host memory
                 for first in range(0, len(drafts), size):  # as many rows as fit into memory in training
                     some = range(len(drafts))[first : first + size]
                     hidden_BCH = completion_hidden(host.model, rollout.select(some).cut(), host.batching)
