@@ -193,6 +193,14 @@ def prepare(
     )
     # 4. The rollout, the teachers, and functions of the user.
     chosen = choose_rollout(rollout, args)
+    if writer := next((type(one).__name__ for one in made if one.writes), None):
+        has_turns, blocks = bool(acts or tools), "the student generates block by block; remove the option or `rollout`"
+        refuse(
+            [
+                (has_turns, f"`{writer}` with `tools` or an environment", "it writes one turn; remove one of them"),
+                (not chosen.in_blocks, f"`{writer}` with the rollout ({chosen})", blocks),
+            ]
+        )
     check_teachers(teacher_model, model, args)
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {ONLY: teacher_model}
     for method in made:

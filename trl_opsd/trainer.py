@@ -349,7 +349,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         args, training = self.args, self.model.training
         drawn_at = args.temperature if training or args.eval_temperature is None else args.eval_temperature
         return (
-            self.rollout.returns_logprobs
+            (self.rollout.returns_logprobs or (training and self.methods.any("writes")))
             and (training or not self.learns_from_draws)
             and drawn_at == self.temperatures[0] == 1
             and not self.tools

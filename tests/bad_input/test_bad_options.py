@@ -11,7 +11,7 @@ import pytest
 from support import tiny
 from support.byte_languages import byte_pairs
 
-from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import Divergence
 
 pytestmark = [pytest.mark.refusal, pytest.mark.quick]
@@ -159,6 +159,25 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("eval_strategy", {"save_strategy": "best", "metric_for_best_model": "loss"}),
     ("eval_strategy", {"load_best_model_at_end": True, "metric_for_best_model": "loss"}),
     ("rollout", {"use_vllm": True}),
+    *(
+        (named, {"methods": {"blend": {"teacher": 0.3}}, "rollout": None, **more})
+        for named, more in (
+            ("the rollout", {"use_vllm": True}),
+            ("FixedRollout", {"rollout": FixedRollout({})}),
+            ("teacher_server_url", {"teacher_server_url": URL, "teacher_model": "teacher"}),
+            ("cross_tokenizer", {"cross_tokenizer": "bytes", "teacher_processing_class": byte_pairs(40)}),
+            ("tools", {"tools": [tiny.add]}),
+            ("overlap", {"overlap": "step"}),
+            ("lmbda", {"lmbda": 0}),
+            ("temperature", {"temperature": 0.7}),
+            ("top_p", {"top_p": 0.9}),
+            ("min_new_tokens", {"generation_kwargs": {"min_new_tokens": 4}}),
+            ("made of the completion", {"teacher_prompt_fn": lambda row, completion: "a"}),
+            ("another method that does", {"methods": {"blend": {"teacher": 0.3}, "speculative": None}}),
+            *((one, {"methods": {"blend": {"teacher": 0.3, one: 0}}}) for one in ("teacher", "until_step", "block")),
+            ("top_k", {"methods": {"speculative": {"top_k": 0}}}),
+        )
+    ),
     ("teacher_model_name_or_path", {"teacher_model_name_or_path": "other"}),
 ]
 

@@ -31,6 +31,7 @@ from visits import SkipNear
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.bytes import teacher as bytewise
 from trl_opsd.losses import DIVERGENCES
+from trl_opsd.methods import Blend
 from trl_opsd.teacher import comparison
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
@@ -81,6 +82,8 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sequences of the teacher": lambda: {"seq_kd": True, "lmbda": 0.5},
     "two teachers, streamed": lambda: several(teacher_offload="stream", token_selection="teacher_confidence",
                                               token_fraction=0.5, report=True),
+    "two teachers that write, streamed": lambda: several(teacher_offload="stream", methods=[Blend(0.5)],
+                                                         rollout=HFRollout(), max_completion_length=6),
     "two teachers, contrast, cpu": lambda: several(teacher_offload="cpu", contrast_weight=0.5),
     "bytes, two teachers, streamed": lambda: by_bytes(**{
         **several(teacher_offload="stream", report=True),

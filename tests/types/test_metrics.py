@@ -18,7 +18,7 @@ from support.scores import known_teacher
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
-from trl_opsd.methods import OffPolicy
+from trl_opsd.methods import Blend, OffPolicy
 
 METRICS = OPSDTrainer.known_metrics
 
@@ -94,6 +94,7 @@ def configurations(tmp_path):
         "completions of the dataset": {
             **with_column("completion", ["so"] * 8), "lmbda": 0.5, "per_device_train_batch_size": 8,
         },
+        "completions by both models": {"methods": [Blend(0.3)], "rollout": HFRollout()},
         "beginnings of completions": {**with_column("completion_prefix", ["so"] * 8), "rollout": HFRollout()},
         "rewards": {
             "reward_funcs": [rewarded("math"), rewarded("prose")], "reward_weight": 0.1, "num_generations": 2,

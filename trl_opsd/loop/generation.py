@@ -189,7 +189,8 @@ class Generation:
 
     def note_logprobs(self, row: BatchRow, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
-        if row.is_off_policy or self._substitute is not None:  # the rollout may know the same row by chance
+        # The rollout may know the same row by chance, or a method has written it.
+        if row.is_off_policy or self._substitute is not None or row.logprobs is not None:
             return
         row.logprobs = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
 
@@ -224,10 +225,17 @@ class Generation:
             return self._substitute.complete(prompt_ids) if prompt_ids else []
         host, name = self._host, type(self.rollout).__name__
         # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
-        is_surplus = not (prompt_ids or (of_package(host.complete) and of_package(self.rollout.complete)))
-        prompt_ids = self._surplus if is_surplus else prompt_ids
+        is_ours = of_package(host.complete) and of_package(self.rollout.complete)
+        is_surplus = not (prompt_ids or (is_ours and not host.methods.any("writes")))
+        rows = [row for row in self.rows if row.by_student]
+        if is_surplus:
+            first = self.rows[0]
+            prompt_ids, rows = self._surplus, [BatchRow(first.request, is_padding=True, images=first.images)]
         complete = self.overlapping if self.overlapping is not None and host.model.training else host.complete
-        completions = complete(prompt_ids) if self._apart is None else self._apart.first(prompt_ids)
+        if self._apart is None:
+            completions = host.methods.complete(rows, prompt_ids, complete)
+        else:
+            completions = self._apart.first(prompt_ids)
         if self.is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)

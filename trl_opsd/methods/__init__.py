@@ -21,11 +21,14 @@ from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.methods.selection import TokenSelection
 from trl_opsd.methods.targets import Anchor, Contrast, Extrapolation
+from trl_opsd.methods.together import Blend, Speculative
 from trl_opsd.types.metrics import OF_TRAINER, Metric
 
 METHODS: tuple[type[Method], ...] = (
     StudentQuantization,
     OffPolicy,
+    Blend,
+    Speculative,
     Rewards,
     PromptFunction,
     Contrast,

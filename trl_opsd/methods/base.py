@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.objective import Objective
-from trl_opsd.methods.rows import BatchRow, Written
+from trl_opsd.methods.rows import BatchRow, Complete, Written
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.metrics import Metric
 
@@ -88,9 +88,9 @@ class Method:
 
     Subclass it, as a dataclass if it has settings, override the hooks that are needed, and pass an instance:
     `OPSDTrainer(methods=[Mine(0.5)])`, or `OPSDConfig(methods={"my_module.Mine": {"factor": 0.5}})`. A step asks
-    all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`,
-    `token_weights`, `tally`, `stepped` and `limit` are called in training only, the others in evaluations too. A hook
-    may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
+    all methods for a hook before it goes on to the next hook; those of the package first. `before`, `complete`,
+    `select`, `token_weights`, `tally`, `stepped` and `limit` are called in training only, the others in evaluations
+    too. A hook may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
         host ([`MethodHost`]): the trainer, before the first hook is called.
@@ -134,6 +134,11 @@ class Method:
         return self.has("generated") or self.needs_rewards or self.reads_outcomes
 
     @property
+    def writes(self) -> bool:
+        """Whether the student does not generate its completions alone."""
+        return self.has("complete")
+
+    @property
     def host(self) -> Any:
         """The trainer, a [`MethodHost`]."""
         return self._host
@@ -168,6 +173,13 @@ class Method:
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         """Before generation: may set `prompt_weight` (at 0 it is skipped) of rows, and add to `nll_weight`."""
+
+    def complete(self, rows: Sequence[BatchRow], prompt_ids: list[list[int]], alone: Complete) -> list[list[int]]:
+        """The completions of the student's rows, in place of those that `alone`, the rollout, returns for prompts.
+
+        May set `authors` and `logprobs` of rows. One method has this hook; a row without a prompt is `is_padding`.
+        """
+        return alone(prompt_ids)
 
     def generated(self, batch: Generated) -> None:
         """All completions of a batch are known: may set the `gate` of rows, and add to their `nll_weight`."""

@@ -25,7 +25,7 @@ from trl_opsd.environments import Environments
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.methods.rows import BatchRow
+from trl_opsd.methods.rows import BatchRow, Complete
 from trl_opsd.options.rules import refuse, shown
 from trl_opsd.options.table import LARGEST_WEIGHT
 from trl_opsd.types import Rollout, TeacherTargets
@@ -45,6 +45,7 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
     tells = environments is not None and environments.tells
     is_divided = launched(args).sp_enabled
     replacing = [one for one in methods if _is_ours(one) and one.has("teacher_prompt")]
+    writing = [one for one in methods if one.writes]
     for one in methods:
         name, replaces = type(one).__name__, one in replacing
         refuse(
@@ -66,6 +67,14 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
                     "compares completions of a prompt",
                 ),
                 (one.needs_rewards and not args.lmbda, "`lmbda=0`", "needs rewards of the student's completions"),
+                (one.writes and not args.lmbda, "`lmbda=0`", "writes completions with the student"),
+                (one.writes and args.overlap, shown(args, "overlap"), "writes a batch as a whole"),
+                (
+                    one.writes and any(other.has("teacher_prompt") for other in methods),
+                    "a teacher's prompt made of the completion",
+                    "asks the teacher before there is one",
+                ),
+                (one.writes and one is not writing[0], "another method that does", "writes completions"),
             )
         )
         why = "pass `methods=[Rewards([...])]` with functions"
@@ -149,6 +158,11 @@ class Methods:
         for one in self._of("before", in_training=True):
             one.before(rows)
             self._check_columns(one, rows)
+
+    def complete(self, rows: Sequence[BatchRow], prompt_ids: list[list[int]], alone: Complete) -> list[list[int]]:
+        for one in self._of("complete", in_training=True):
+            return one.complete(rows, prompt_ids, alone)
+        return alone(prompt_ids)
 
     def generated(self, batch: Generated) -> None:
         for one in self._of("generated"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from trl_opsd.data.completions import Outcome
 from trl_opsd.data.prompts import Prompt, Request
 from trl_opsd.types.rollout import Author, Given, RowImages
+
+Complete: TypeAlias = Callable[[list[list[int]]], list[list[int]]]
+"""A completion for each prompt, as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class BatchRow(Mapping[str, Any]):
     """Of all rows of the prompt; at 0 the trainer skips it."""
     images: RowImages | None = None
     """Of the student's prompt, once it is tokenized."""
+    authors: list[int] | None = None
+    """The [`~types.rollout.Author`] of each token that was generated; `None` where it is `author`."""
     logprobs: Sequence[float] | None = None
     """Log-probabilities that the tokens of the completion were sampled with, in nats; `None` where not known."""
     reward: float | None = None
@@ -91,7 +96,7 @@ def whole(rows: Sequence[BatchRow], written: Written) -> Written:
         given = row.given
         # The student reads what it goes on with; what others have written as a whole follows the prompt.
         prompts.append(context if row.is_off_policy else context[: len(context) - len(given.ids)])
-        by = [int(row.author)] * len(ids) if written.authors is None else written.authors[number]
+        by = row.authors or [int(row.author)] * len(ids) if written.authors is None else written.authors[number]
         completions.append([*given.ids, *ids])
         authors.append([*given.authors, *by])
     said = written.conversations

@@ -29,6 +29,10 @@ class RolloutBackend(ABC):
     """Whether it sees images: a prompt has [`~types.rollout.RowImages`] or `None` in its attribute `images`, if a row
     of the dataset has any."""
 
+    in_blocks: ClassVar[bool] = False
+    """Whether each call of `complete` generates at most `generation_config.max_new_tokens` of the trainer as they are
+    then, so that a method may have it generate a block at a time."""
+
     def __str__(self) -> str:
         return type(self).__name__
 

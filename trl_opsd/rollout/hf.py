@@ -60,6 +60,7 @@ class HFRollout(RolloutBackend):
     """
 
     reads_images: ClassVar[bool] = True
+    in_blocks: ClassVar[bool] = True
     has_whole_copies: bool = False
     """Whether each process holds a full copy of the generator, even of a sharded student, and generates by itself."""
     generator: str = "the student"
