@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from datasets import IterableDataset
+from iw_opd import WeighedAhead
 from peft import LoraConfig, get_peft_model
 from support import fsdp_on_cpu, tiny, vision_language
 from support.byte_languages import byte_pairs
@@ -33,6 +34,7 @@ IMAGES = (1, 0, 1, 2, 0, 1, 0, 1)
 """Images of each row: of two processes, one may have some in a pass and the other none; each step of four rows has
 some, as AdamW leaves weights without a gradient alone, but moves on where it is zero."""
 REMEDIES = {"contrast_weight": 0.5, "contrast_clip": 10.0, "extrapolation": 1.25, "anchor_weight": 0.3}
+REMEDIES |= {"methods": [WeighedAhead]}
 SKIPPED = {"methods": [partial(SkipNear, 2.3)], "max_steps": 6}
 """Of eight prompts, some; two steps are an epoch."""
 EXPERTS = ("math", "code")

@@ -393,7 +393,14 @@ class Oracle:
             "teacher_divergence": alone.detach(),
             "teacher_confidence": confidence,
         }
-        return self._weights(row, scores), value, alone
+        weights = self._weights(row, scores)
+        if "ahead" in self.methods:
+            assert told is not None
+            gaps = (told / its).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0] - chosen.detach()
+            gaps = gaps.abs().where(weights != 0, 0.0)
+            factor = 1 + 0.5 * (1 - (gaps.cumsum(0) - gaps) / gaps.sum().clamp(min=1e-8))
+            value, alone = factor * value, factor * alone
+        return weights, value, alone
 
     def _told_tokens(self, known: str, student: Tensor, target: Tensor, own: int) -> tuple[Tensor, Tensor]:
         """[M] each: both distributions over the tokens that a server tells, each once, and all others together."""

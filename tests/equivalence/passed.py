@@ -9,6 +9,7 @@ from typing import Any
 import oracle
 import torch
 from controls import Constant, Shuffled, Unprivileged
+from iw_opd import WeighedAhead
 from oracle import FACTORS, NLL, REWARDS, TABLES
 from small_methods import AlongCompletion, AnchoredBy, Discounted, ShortAtFirst
 from support import tiny
@@ -75,6 +76,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "discounted": lambda: Discounted(FACTORS["discounted"]),
     "growing": lambda: ShortAtFirst(3, 2),
     "anchored": AnchoredBy,
+    "ahead": WeighedAhead,
     **{name: partial(AlongCompletion, table) for name, table in TABLES.items()},
 }
 """Those of `examples/methods`, too."""

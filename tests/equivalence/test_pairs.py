@@ -54,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weights from 0": {"methods": ["from 0"]},
     "discount": {"methods": ["discounted"]},
     "equal turns": {"methods": ["equal turns"]},
+    "iw-opd": {"methods": ["ahead"]},
     "growing": {"methods": ["growing"]},
     "rows alike": {"loss_aggregation": "rows"},
     "teachers weighted": {"loss_aggregation": "teachers", "teacher_weights": {"told": 1.0, "other": 3.0}},
@@ -130,6 +131,7 @@ KNOWN = {name for name, given in VARIANTS.items() if "known" in given}
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS}, "`cross_tokenizer='bytes'` with `"),
     ("bytes", {"constant"}, "`cross_tokenizer='bytes'` with `Constant`"),
+    ("bytes", {"iw-opd"}, "`cross_tokenizer='bytes'` with `WeighedAhead`"),
     *((name, OF_REWARDS, "`lmbda=0") for name in ("no student", "stored")),
     ("rising weights", {"weights from 0"}, "`methods` contains two of the name 'AlongCompletion'"),
     ("stored", {"evaluated"}, "there are targets of completions in the dataset alone"),
@@ -153,7 +155,7 @@ APART: list[tuple[str, set[str]]] = [
     *((name, SKIPPING - {name}) for name in SKIPPING),
     # the teacher of another row would read what its columns say, not what was made of them
     ("shuffled", {"a prompt of the completion", "a prompt of rewards", "feedback", *SUCCESS}),
-    ("constant", {*LATE, "prefix", "random"}),
+    ("constant", {*LATE, "prefix", "random", "iw-opd"}),
     *((name, {"evaluated"}) for name in ("bytes", *KNOWN)),  # which log no agreement
 ]
 """Methods of `examples/methods` that replace what another one does, and what cannot be seen together."""

@@ -40,7 +40,8 @@ def per_token(values):
 
 
 def test_values_are_summed_over_the_tokens_of_each_row():
-    parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
+    authors = torch.tensor([[1, 1, 3]] * 3)
+    parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None, authors=authors)
     rows = {name: parts.rows[:, number].tolist() for number, name in enumerate(parts.ROW_NAMES)}
     # divergences and what is added to them come weighted, entropies do not
     assert rows.pop("weight") == [1.5, 0, 2]
@@ -48,6 +49,9 @@ def test_values_are_summed_over_the_tokens_of_each_row():
     assert rows.pop("student_entropy") == [20, 0, 80]
     assert rows.pop("teacher_entropy") == [200, 0, 800]
     assert rows.pop("tokens") == [2, 0, 1]
+    by_author = {"student": [[1, 0, 2], [0.5, 0, 2], [1, 0, 1]], "dataset": [[0.5, 0, 0], [1, 0, 0], [1, 0, 0]]}
+    for author, expected in by_author.items():
+        assert [rows.pop(f"{name}_{author}") for name in ("weight", "divergence", "tokens")] == expected
     for name, of in OPTIONAL.items():
         assert rows.pop(name) == [of(1.0) + of(2.0), 0, of(4.0)], name
     assert not any(map(any, rows.values())), "where rows are parts, places are not known"
@@ -77,7 +81,7 @@ def test_values_are_summed_by_place():
     number = int((weights != 0).sum())
     values = torch.rand(number, generator=generator)
     tokens = PerToken(divergence=values, student_entropy=values, teacher_entropy=values)
-    found = reduce(tokens, weights, None, real).rows[:, 23:]
+    found = reduce(tokens, weights, None, real).rows[:, -20:]
     assert_close(found, naive(values.tolist(), weights.tolist(), lengths))
     assert found[:, :10].sum() > 20, "there was something to sum"
 

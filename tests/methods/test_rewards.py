@@ -295,6 +295,25 @@ def test_reward_functions_may_change_their_arguments(trained):
     assert [one[:2] for one in other.taught] == [one[:2] for one in plain.taught]
 
 
+def test_rewards_read_the_turns_of_a_beginning_as_messages(trained):
+    seen, call = [], {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "So "},
+    ]
+    begun = rows(2, "messages").add_column("completion_prefix", [turns, turns[:2]])
+
+    def told(completions, **_):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    trained(reward_funcs=told, train_dataset=begun, rollout=HFRollout(), max_steps=1, reward_weight=0.0)
+    assert {len(one) for one in seen} == {3}
+    assert all(one[:2] == turns[:2] for one in seen)
+    assert {one[2]["content"][:3] == "So " for one in seen} == {True, False}
+
+
 # ---- What may be a reward -------------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,6 @@ from trl_opsd.teacher.self_teacher import OwnTeacher
 from trl_opsd.teacher.teachers import scored
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets
-from trl_opsd.types.known import KnownTokens, TokenHead
 from trl_opsd.types.rollout import PromptIds
 from trl_opsd.types.targets import kept_by_row
 
@@ -324,10 +323,7 @@ def tokens_of(
         mine, theirs = (share.of_student(hidden_BCH, device), head), (share.of_teacher(device), its)
         ids_n = share.of_tokens(rollout, device).ids
         row_n, place_n = share.places_N // rollout.weights.size(1), share.places_N % rollout.weights.size(1)
-        if isinstance(its, TokenHead):
-            of_teacher_n = KnownTokens.unpack(theirs[0]).logprobs[:, 0]
-        else:
-            of_teacher_n = -streamed_entropy(LazyLogits(*theirs, objective.temperatures[1]), *how, ids_n)
+        of_teacher_n = -streamed_entropy(LazyLogits(*theirs, objective.temperatures[1]), *how, ids_n)
         of_student_n = -streamed_entropy(LazyLogits(*mine, objective.temperatures[0]), *how, ids_n)
         nats = {"forward": _kl(objective, mine, theirs), "student": of_student_n, "teacher": of_teacher_n}
         index = {"row": row_n, "place": place_n, "token": ids_n}

@@ -219,7 +219,8 @@ def recorded(
     is_open = is_beginning and messages[-1]["role"] == "assistant"
     if is_open and isinstance(messages[-1]["content"], str):
         check_open(messages[-1]["content"], tokenizer, name)
-    start, all_messages = _joined(prompt, tidy([*prompt, *messages], where)[len(prompt) :])
+    messages = tidy([*prompt, *messages], where)[len(prompt) :]
+    start, all_messages = _joined(prompt, messages)
     render = _Rendering(tokenizer, template, see, where)
     last = {"continue_final_message": True} if is_open else {"add_generation_prompt": is_beginning}
     whole = render(all_messages, **last)

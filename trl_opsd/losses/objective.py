@@ -5,7 +5,7 @@ N tokens in the loss · H hidden size · V vocabulary size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -42,6 +42,11 @@ class Objective:
     """The divergence from the origin, times that weight."""
     selection: Any = None
     """The `TokenSelection` of the tokens that are compared, where that depends on logits; `None` for all."""
+    factors: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """[B, C], constants that multiply what each token adds to the loss, but not its weight in the denominator; of the
+    log-probabilities of the completion under the student, under the teacher, and where it was sampled (the student's
+    where that is not known), [B, C] each, in nats, 0 for tokens that do not count. Needs a product more with each head,
+    as the head's gradient cannot be scaled by token afterwards; for a method with `by_token = True`."""
 
     def of(
         self,

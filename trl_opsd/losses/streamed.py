@@ -366,8 +366,9 @@ def streamed_entropy(
     It is the `student_entropy` of [`~losses.streamed_divergence`] up to rounding, for one product with a head instead
     of two; `chunk_tokens` and `vocabulary` are those of that function. With `ids`, [N], it is `-log p` of these tokens.
     """
-    if isinstance(model.head, TokenHead) and ids is None:
-        return KnownTokens.unpack(model.hidden).entropy()
+    if isinstance(model.head, TokenHead):
+        known = KnownTokens.unpack(model.hidden)
+        return known.entropy() if ids is None else -known.logprobs[:, 0]  # the token of the row is the first
     entropy_N = torch.empty(len(model.hidden), device=model.hidden.device)
     for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
         if ids is None:

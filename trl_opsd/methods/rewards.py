@@ -36,7 +36,7 @@ from trl_opsd.methods.reward_functions import (
     given_rewards,
     placed_model,
 )
-from trl_opsd.methods.rows import BatchRow
+from trl_opsd.methods.rows import BatchRow, after
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout
 from trl_opsd.types.metrics import BATCHES, STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
@@ -282,14 +282,19 @@ class Rewards(Method):
     def _completions_of(self, rollout: Rollout, ids: list[list[int]], rows: Sequence[BatchRow]) -> Sequence[Any]:
         """The completions `ids` of a rollout in the form of its prompts, text or messages."""
         processing = self.host.processing_class
-        is_text = isinstance(rows[0]["prompt"], str)
-        if not is_text and any(getattr(processing, f"response_{name}", None) for name in ("template", "schema")):
+        if isinstance(rows[0]["prompt"], str):
+            texts: list[str] = processing.batch_decode(ids, skip_special_tokens=True)
+            return texts
+        ids = [one[len(row.given.ids) :] for one, row in zip(ids, rows, strict=True)]
+        if any(getattr(processing, f"response_{name}", None) for name in ("template", "schema")):
             # An empty completion cannot be parsed, so a padding token stands for it.
             pad, prompts = [processing.pad_token_id], rollout.prompt_lists()
-            parsed = [parse_response(processing, one or pad, prefix=of) for one, of in zip(ids, prompts, strict=True)]
-            return [[message] for message in parsed]
-        texts = processing.batch_decode(ids, skip_special_tokens=True)
-        return texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
+            contexts = [of + row.given.ids for of, row in zip(prompts, rows, strict=True)]
+            said = [parse_response(processing, one or pad, prefix=of) for one, of in zip(ids, contexts, strict=True)]
+        else:
+            texts = processing.batch_decode(ids, skip_special_tokens=True)
+            said = [{"role": "assistant", "content": text} for text in texts]
+        return [after(row.given, [one]) for row, one in zip(rows, said, strict=True)]
 
     # ---- The log ----------------------------------------------------------------------------------------------------
 

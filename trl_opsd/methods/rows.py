@@ -101,11 +101,11 @@ def whole(rows: Sequence[BatchRow], written: Written) -> Written:
         authors.append([*given.authors, *by])
     said = written.conversations
     if said is not None:
-        said = [_after(row.given, one) for row, one in zip(rows, said, strict=True)]
+        said = [after(row.given, one) for row, one in zip(rows, said, strict=True)]
     return Written(prompts, completions, authors, said)
 
 
-def _after(given: Given, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def after(given: Given, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was said after a beginning, as messages with it."""
     if not (given.is_open and said):
         return [*given.messages, *said]

@@ -227,7 +227,7 @@ def compared(
     # The denominator is that of the whole optimizer step; without one, of this micro-batch.
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
-    device = head.weight.device
+    device, how = head.weight.device, (objective.chunk_tokens, objective.vocabulary)
 
     def of(share: TeacherTokens, sampled: Sampled, objective: Objective = objective) -> PerToken:
         teacher_head = teacher_heads[share.teacher]
@@ -240,6 +240,12 @@ def compared(
         pair = (student_NH, head), (teacher_NH, teacher_head)
         return share.compared(objective, *pair, weights_N, sampled, reference_states)
 
+    def student_of(share: TeacherTokens) -> LazyLogits:
+        return LazyLogits(share.of_student(hidden_BCH, device), head, objective.temperatures[0])
+
+    def teacher_of(share: TeacherTokens) -> LazyLogits:
+        return LazyLogits(share.of_teacher(device), teacher_heads[share.teacher], objective.temperatures[1])
+
     @torch.no_grad()
     def scores(share: TeacherTokens, criterion: str) -> Tensor:
         if criterion == "teacher_divergence":
@@ -250,11 +256,22 @@ def compared(
             # A log ratio has either sign.
             return found_N.abs() if isinstance(objective.divergence, SampledReverseKL) else found_N
         if criterion == "teacher_confidence":
-            logits = LazyLogits(share.of_teacher(device), teacher_heads[share.teacher], objective.temperatures[1])
-            return -streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary)
-        logits = LazyLogits(share.of_student(hidden_BCH, device), head, objective.temperatures[0])
+            return -streamed_entropy(teacher_of(share), *how)
         ids_N = share.of_tokens(rollout, device).ids if criterion == "student_surprise" else None
-        return streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary, ids_N)
+        return streamed_entropy(student_of(share), *how, ids_N)
+
+    @torch.no_grad()
+    def factored(share: TeacherTokens, sampled: Sampled, factors: Callable[..., Tensor]) -> TeacherTokens:
+        places_N, shape = share.places_N.to(device, non_blocking=True), share.weights_BC.shape
+        mine_N, theirs_N = (-streamed_entropy(one(share), *how, sampled.ids) for one in (student_of, teacher_of))
+        drawn_N = mine_N if sampled.logprobs is None else mine_N.where(sampled.logprobs.isnan(), sampled.logprobs)
+        each_BC = (
+            one.new_zeros(shape.numel()).index_copy(0, places_N, one).view(shape) for one in (mine_N, theirs_N, drawn_N)
+        )
+        weights_N = selected(factors(*each_BC).flatten(), places_N)
+        if share.weights_N is not None:
+            weights_N = weights_N * share.weights_N.to(device, non_blocking=True)
+        return replace(share, weights_N=weights_N)
 
     # A part of a completion has no positions within the whole, so sums by tenth are not computed.
     real = None if rollout.begins_at is not None else rollout.completion_mask
@@ -262,7 +279,10 @@ def compared(
     for share in shares:
         if objective.selection is not None:
             share = best(share, scores(share, objective.selection.criterion))
-        per_token = of(share, share.of_tokens(rollout, device))
+        sampled = share.of_tokens(rollout, device)
+        if objective.factors is not None:
+            share = factored(share, sampled, objective.factors)
+        per_token = of(share, sampled)
         places_N = None if share.by_token else share.places_N
         part = reduce(per_token, share.weights_BC, num_items, real, places_N, rollout.authors)
         parts = part if parts is None else parts + part
