@@ -96,7 +96,7 @@ def whole(rows: Sequence[BatchRow], written: Written) -> Written:
         authors.append([*given.authors, *by])
     said = written.conversations
     if said is not None:
-        said = [_after(row.given, one) for row, one in zip(rows, said, strict=True)]
+        said = [_after(row.given, [] if row.is_off_policy else one) for row, one in zip(rows, said, strict=True)]
     return Written(prompts, completions, authors, said)
 
 
