@@ -24,7 +24,7 @@ from trl_opsd._compat.urls import ONLY
 from trl_opsd._compat.versions import warn_of_untested
 from trl_opsd.checkpoints import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.completions import COMPLETION, TOKENS, check_completion, solutions_as_context, with_prompts
+from trl_opsd.data.completions import COMPLETION, TOKENS, check_completion, renamed, with_prompts
 from trl_opsd.data.datasets import (
     AnyDataset,
     EvalDatasets,
@@ -108,6 +108,7 @@ def prepare(
     *,
     model: Any,
     teacher_model: Any,
+    teacher_models: Mapping[Any, Any] | None,
     args: Any,
     train_dataset: Any,
     eval_dataset: Any,
@@ -144,6 +145,11 @@ def prepare(
         tools = environments.tools
     elif isinstance(tools, list | tuple):
         tools = [*map(as_described, tools)]
+    if teacher_models is not None:  # as TRL has them
+        why = "both are teachers; remove one of them"
+        refuse([(teacher_model is not None, "`teacher_model` with `teacher_models`", why)])
+        teacher_model = {str(name): one for name, one in teacher_models.items()}
+        teacher_model = teacher_model if len(teacher_model) != 1 else next(iter(teacher_model.values()))
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
     if is_stored := args.teacher_targets is not None:
@@ -205,7 +211,9 @@ def prepare(
     needs_context = _needs_context(model, args, teacher_prompt_fn is not None or is_rewarded)
     needs_column = needs_context and not is_told
     if needs_column:
-        train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
+        train_dataset, eval_dataset = (renamed(one, "privileged_context") for one in (train_dataset, eval_dataset))
+    if len(models) > 1:
+        train_dataset, eval_dataset = (renamed(one, "teacher") for one in (train_dataset, eval_dataset))
     datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
     intake = Intake(
         teachers=tuple(models),

@@ -16,29 +16,31 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.images import in_parts
-from trl_opsd.data.prompts import PREFIX, check_prompt, tells_more, tidy
+from trl_opsd.data.prompts import PREFIX, PRIVILEGED, check_prompt, tells_more, tidy
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import check_parts
 from trl_opsd.types.rollout import Author, Given, cut_after_end
 
 logger = get_logger(__name__)
 
-_THEIRS, _OURS = "solution", "privileged_context"
+_THEIRS = {"privileged_context": "solution", "teacher": "teacher_id"}
+"""TRL's names of columns by ours."""
 
 
 def named_as_here(template: Any) -> Any:
     """A `teacher_prompt_template` with the placeholder `{solution}` under its name here; anything else unchanged."""
-    return template.replace(f"{{{_THEIRS}}}", f"{{{_OURS}}}") if isinstance(template, str) else template
+    return template.replace("{solution}", "{privileged_context}") if isinstance(template, str) else template
 
 
-def solutions_as_context(datasets: Any) -> Any:
-    """Renames the column `solution` where no other column gives a teacher another prompt."""
+def renamed(datasets: Any, ours: str) -> Any:
+    """Gives a column of TRL its name here, unless another column has the same part."""
     if isinstance(datasets, dict):
-        return type(datasets)({name: solutions_as_context(dataset) for name, dataset in datasets.items()})
+        return type(datasets)({name: renamed(dataset, ours) for name, dataset in datasets.items()})
+    theirs = _THEIRS[ours]
     columns = (datasets.column_names or ()) if isinstance(datasets, Dataset | IterableDataset) else ()
-    if _THEIRS in columns and not tells_more(columns):
-        logger.warning_once(f"The column '{_THEIRS}' is used as '{_OURS}'.")
-        return datasets.rename_column(_THEIRS, _OURS)
+    if theirs in columns and not (tells_more(columns) if ours in PRIVILEGED else ours in columns):
+        logger.warning_once(f"The column '{theirs}' is used as '{ours}'.")
+        return datasets.rename_column(theirs, ours)
     return datasets
 
 

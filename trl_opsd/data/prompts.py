@@ -337,6 +337,7 @@ class Intake:
         if len(self.teachers) == 1:
             return self.teachers[0]
         name = row.get("teacher")
+        name = str(name) if isinstance(name, int) else name
         if not isinstance(name, str) or name not in self.teachers:
             raise ValueError(
                 f"{where} names the teacher {name!r} in the column 'teacher': expected one of {sorted(self.teachers)}."
