@@ -143,7 +143,8 @@ def tidy(messages: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, An
     """
     found, names, is_called = list[dict[str, Any]](), dict[str, str](), False
     for number, message in enumerate(messages):
-        one = {name: value for name, value in message.items() if value is not None or name == "content"}
+        # Some templates write the word `None`, or fail, where a call stands in place of content.
+        one = {"content": "", **{name: value for name, value in message.items() if value is not None}}
         if calls := one.pop("tool_calls", None):
             one["tool_calls"] = [_called(call, f"{where}: message {number}") for call in calls]
             names |= {call["id"]: call.get("function", call)["name"] for call in one["tool_calls"] if "id" in call}
