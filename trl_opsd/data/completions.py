@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -236,11 +237,10 @@ def recorded(
     check_parts(messages, tokenizer.decode(ids), name)
     if not is_beginning:
         text = tokenizer.apply_chat_template(all_messages, tokenize=False, **template)
-        _warn_of_loss(messages[-1]["content"], text)
+        _warn_of_loss(messages, text)
     if len(messages) == 1:
-        if is_open:
-            return replace(_not_ended(_by_dataset(ids), ends, name), messages=messages, is_open=True)
-        return _by_dataset(cut_after_end(ids, ends))
+        ids = ids if is_open else cut_after_end(ids, ends)
+        return replace(_by_dataset(ids), messages=messages, is_open=is_open)
     authors = render.authors(all_messages, start, whole, ends, **last)[len(prompt_ids) :]
     if not is_beginning:  # what follows the last turn is not generated either
         end = max((place for place, one in enumerate(authors) if one), default=-1) + 1
@@ -306,34 +306,52 @@ class _Rendering:
     ) -> list[int]:
         """The author of each token: the dataset of what the assistant says, with the token that ends it.
 
-        By the marks of the template, if it has them; else from turns rendered one by one.
+        By the marks of the template, if it has them; else from turns rendered one by one. The beginning of a turn with
+        which prompts end, and what follows its end token, are the environment's: no student generates them.
         """
         template = self._template.get("chat_template") or self._tokenizer.chat_template
-        if re.search(r"{%-?\s*generation\s*-?%}", str(template)) and self._see is None:
-            marks = self._made(messages, return_assistant_tokens_mask=True, **options)["assistant_masks"]
-            return [int(Author.DATASET if mark else Author.ENVIRONMENT) for mark in marks]
+        is_marked = re.search(r"{%-?\s*generation\s*-?%}", str(template)) and self._see is None
         found = [int(Author.ENVIRONMENT)] * len(whole)
+        for begin, end in (self._marked if is_marked else self._rendered)(messages, start, whole, options):
+            end += bool({*whole[end : end + 1]} & {*ends})  # in some templates it begins the next message
+            said = cut_after_end(whole[begin:end], ends)
+            found[begin : begin + len(said)] = [int(Author.DATASET)] * len(said)
+        return found
+
+    def _marked(self, messages: list[Any], start: int, whole: list[int], options: Any) -> Iterator[tuple[int, int]]:
+        """Where each turn of the assistant begins and ends."""
+        marks = self._made(messages, return_assistant_tokens_mask=True, **options)["assistant_masks"]
+        edges = [place for place, pair in enumerate(pairwise([0, *marks, 0])) if pair[0] != pair[1]]
+        prompt = self(messages[:start], add_generation_prompt=True)
+        opening = prompt[len(self(messages[:start], add_generation_prompt=False)) :]
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            within = range(begin, begin + len(opening) + 1)  # some templates mark the end of the opening, or all of it
+            yield next((one for one in within if whole[one - len(opening) : one] == opening), begin), end
+
+    def _rendered(self, messages: list[Any], start: int, whole: list[int], _: Any) -> Iterator[tuple[int, int]]:
         for place in range(start, len(messages)):
             if messages[place]["role"] != "assistant":
                 continue
-            before = self(messages[:place], add_generation_prompt=True)
-            is_last = place == len(messages) - 1
+            before, is_last = self(messages[:place], add_generation_prompt=True), place == len(messages) - 1
             after = whole if is_last else self(messages[: place + 1], add_generation_prompt=False)
-            if whole[: len(before)] != before or whole[: len(after)] != after:
-                raise ValueError(
-                    f"{self._where}: the chat template renders message {place} in another way once others follow, so "
-                    f"its tokens are not known: {self._tokenizer.decode(after[-16:])!r} became "
-                    f"{self._tokenizer.decode(whole[len(after) - 16 : len(after)])!r}. Use a template that marks what "
-                    "the assistant says with `{% generation %}`, such as one of TRL's."
-                )
-            said = cut_after_end(after[len(before) :], ends)
-            found[len(before) : len(before) + len(said)] = [int(Author.DATASET)] * len(said)
-        return found
+            for part in (before, after):
+                if whole[: len(part)] != part:
+                    at = next(at for at, token in enumerate(part) if whole[at : at + 1] != [token])
+                    became = [self._tokenizer.decode(ids[max(0, at - 16) : at + 16]) for ids in (part, whole)]
+                    raise ValueError(
+                        f"{self._where}: the chat template renders message {place} in another way once others follow, "
+                        f"so its tokens are not known: {became[0]!r} became {became[1]!r}. Use a template that marks "
+                        "what the assistant says with `{% generation %}`, such as one of TRL's."
+                    )
+            yield len(before), len(after)
 
 
-def _warn_of_loss(answer: Any, text: str) -> None:
-    """Warns once that a template changes answers; some templates strip reasoning."""
-    if isinstance(answer, str) and answer.strip() not in text:
+def _warn_of_loss(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Warns once that a template changes answers; some templates strip reasoning, others calls."""
+    turns = [one for one in messages if one["role"] == "assistant"]
+    calls = [call.get("function", call)["name"] for one in turns for call in one.get("tool_calls") or ()]
+    said = [one["content"].strip() for one in turns if isinstance(one["content"], str)]
+    if not all(one in text for one in (*said, *calls)):
         logger.warning_once(
             "The tokenizer's chat template changes or drops parts of the dataset's answers, as some templates do with "
             "the text before '</think>': the student learns the rendered answer. If this is not intended, give prompts "
