@@ -165,12 +165,17 @@ def check_completion(row: Mapping[str, Any], where: str, column: str = COMPLETIO
             f"called, up to one of the {' or '.join(last)}."
         )
     tidy([*prompt, *given], f"{where}, with its {column}")
-    if is_beginning and not given[-1].get("content"):
-        raise ValueError(f"{name} ends with an empty message: remove that, or give `None`.")
+    if is_beginning and roles[-1] == "assistant" and (given[-1].get("tool_calls") or not given[-1]["content"]):
+        what = "calls without answers" if given[-1].get("tool_calls") else "an empty message"
+        raise ValueError(f"{name} ends with {what}: remove that, or give `None`.")
 
 
-def check_open(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Refuses the beginning of a completion that ends in the middle of a special token."""
+def check_open(text: str, tokenizer: PreTrainedTokenizerBase, where: str, ends: Collection[int]) -> None:
+    """Refuses the beginning of a completion that ends it, or ends in the middle of a special token."""
+    if not {*tokenizer(text, add_special_tokens=False)["input_ids"]}.isdisjoint(ends):
+        raise ValueError(
+            f"{where} contains the end of a completion, so that nothing could follow it: remove that, or give `None`."
+        )
     for token in map(str, tokenizer.added_tokens_decoder.values()):
         for length in range(_WITHIN, len(token)):
             if text.endswith(token[:length]):
@@ -206,22 +211,20 @@ def recorded(
                 f"{text[:40]!r}: remove the column {TOKENS!r}, or generate the completions again."
             )
         return _by_dataset(list(known))
-    if isinstance(given, str) and is_beginning:
-        check_open(given, tokenizer, name)
+    messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
+    is_open = is_beginning and messages[-1]["role"] == "assistant"
+    if is_open and isinstance(messages[-1]["content"], str):
+        check_open(messages[-1]["content"], tokenizer, name, ends)
     if isinstance(prompt, str):
         # Tokenized together, as the student would have generated them: alone, a completion may have other tokens.
         whole = tokenizer(prompt + given)["input_ids"]
         joined = whole[: len(prompt_ids)] == prompt_ids  # otherwise a token spans the border
         ids = whole[len(prompt_ids) :] if joined else tokenizer(given, add_special_tokens=False)["input_ids"]
         if is_beginning:
-            return _not_ended(_by_dataset(ids), ends, name)
+            return _by_dataset(ids)
         # Text may lack an end token: the tokenizer's is appended if it ends completions, else the first that does.
         own = tokenizer.eos_token_id
         return _by_dataset(cut_after_end([*ids, *([own] if own in ends else list(ends)[:1])], ends))
-    messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
-    is_open = is_beginning and messages[-1]["role"] == "assistant"
-    if is_open and isinstance(messages[-1]["content"], str):
-        check_open(messages[-1]["content"], tokenizer, name)
     start, all_messages = _joined(prompt, tidy([*prompt, *messages], where)[len(prompt) :])
     render = _Rendering(tokenizer, template, see, where)
     last = {"continue_final_message": True} if is_open else {"add_generation_prompt": is_beginning}
@@ -262,14 +265,6 @@ def _joined(prompt: Sequence[Any], given: list[Any]) -> tuple[int, list[Any]]:
 
 def _by_dataset(ids: list[int]) -> Given:
     return Given(ids, [Author.DATASET] * len(ids))
-
-
-def _not_ended(given: Given, ends: Collection[int], where: str) -> Given:
-    """The beginning of a completion; a `ValueError` if it ends one."""
-    if not given.ids or not {*given.ids}.isdisjoint(ends):
-        what = "contains the end of a completion" if given.ids else "has no tokens"
-        raise ValueError(f"{where} {what}, so that nothing could follow it: remove that, or give `None`.")
-    return given
 
 
 class _Rendering:
