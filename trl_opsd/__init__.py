@@ -9,6 +9,7 @@ import trl_opsd._compat  # noqa: F401  # before other libraries: it drops what t
 
 if TYPE_CHECKING:
     from trl_opsd.config import OPSDConfig
+    from trl_opsd.data.completions import before_turn
     from trl_opsd.errors import NonFiniteError, OPSDError, ServerError, SyncError
     from trl_opsd.methods.base import Method
     from trl_opsd.rollout import FixedRollout, HFRollout, RolloutBackend
@@ -30,6 +31,7 @@ _HOME = {
     "ServerError": "trl_opsd.errors",
     "SyncError": "trl_opsd.errors",
     "Teacher": "trl_opsd.teacher",
+    "before_turn": "trl_opsd.data.completions",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "ServerError",
     "SyncError",
     "Teacher",
+    "before_turn",
 ]
 
 

@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from trl_opsd._compat.peft import has_foreign_adapter, is_peft
 from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.torchao import fake_quantized
-from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd._compat.trl import get_config_model_id, get_training_chat_template, is_chat_template_prefix_preserving
 from trl_opsd._compat.urls import ONLY
 from trl_opsd._compat.versions import warn_of_untested
 from trl_opsd.checkpoints import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.completions import COMPLETION, TOKENS, check_completion, solutions_as_context, with_prompts
+from trl_opsd.data.completions import COMPLETION, TOKENS, check_completion, recorded, renamed, with_prompts
 from trl_opsd.data.datasets import (
     AnyDataset,
     EvalDatasets,
@@ -38,7 +38,7 @@ from trl_opsd.data.datasets import (
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import CONTRAST, PREFIX, PRIVILEGED, Intake, check_columns, tells_more
 from trl_opsd.data.survey import has_transform
-from trl_opsd.data.tokenization import look_at
+from trl_opsd.data.tokenization import look_at, read_alone
 from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.losses import divergence_of
@@ -108,6 +108,7 @@ def prepare(
     *,
     model: Any,
     teacher_model: Any,
+    teacher_models: Mapping[Any, Any] | None,
     args: Any,
     train_dataset: Any,
     eval_dataset: Any,
@@ -144,6 +145,11 @@ def prepare(
         tools = environments.tools
     elif isinstance(tools, list | tuple):
         tools = [*map(as_described, tools)]
+    if teacher_models is not None:  # as TRL has them
+        why = "both are teachers; remove one of them"
+        refuse([(teacher_model is not None, "`teacher_model` with `teacher_models`", why)])
+        teacher_model = {str(name): one for name, one in teacher_models.items()}
+        teacher_model = teacher_model if len(teacher_model) != 1 else next(iter(teacher_model.values()))
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
     if is_stored := args.teacher_targets is not None:
@@ -213,7 +219,9 @@ def prepare(
     needs_context = _needs_context(model, args, teacher_prompt_fn is not None or is_rewarded)
     needs_column = needs_context and not is_told
     if needs_column:
-        train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
+        train_dataset, eval_dataset = (renamed(one, "privileged_context") for one in (train_dataset, eval_dataset))
+    if len(models) > 1:
+        train_dataset, eval_dataset = (renamed(one, "teacher") for one in (train_dataset, eval_dataset))
     datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
     intake = Intake(
         teachers=tuple(models),
@@ -282,6 +290,10 @@ def prepare(
         look_at(tokenizer, first.where, some, args, tools, are_shared=cross is None)
     config = language_config(model, "model", args.model_init_kwargs or {})
     ensure_special_tokens(tokenizer, config.get("vocab_size"))
+    for one in rows.values():
+        of_dataset = (COMPLETION,) if COMPLETION in columns and one.where == "train_dataset" else ()
+        for column in (PREFIX, *of_dataset):
+            _try_first(one, column, intake, tokenizer, args, tools)
     if cross is None:
         check_tokenizers(tokenizer, models, teacher_processing_class, args)
     else:
@@ -392,6 +404,25 @@ def _check_given(datasets: Mapping[str, AnyDataset | None], column: str) -> None
             for number, row in enumerate(dataset.with_format(None).select_columns(["prompt", column])):
                 if row[column] is not None or column == COMPLETION:
                     check_completion(row, f"row {number} of {where}", column)
+
+
+def _try_first(
+    rows: Rows, column: str, intake: Intake, tokenizer: PreTrainedTokenizerBase, args: OPSDConfig, tools: Any
+) -> None:
+    """Tokenizes the first completion of a dataset, or beginning of one, which the chat template may not allow."""
+    if not rows.can_be_read_ahead or column not in rows.dataset.column_names:
+        return
+    dataset = rows.dataset.with_format(None)
+    number = next((number for number, one in enumerate(dataset[column]) if one is not None), None)
+    if number is None or rows.has_images:
+        return
+    request = intake.read(dataset[number], f"row {number} of {rows.where}")
+    prompt, template = request.student, {**(args.chat_template_kwargs or {}), "tools": tools or None}
+    if tools and not is_chat_template_prefix_preserving(tokenizer):  # as TRL chooses it
+        template["chat_template"] = get_training_chat_template(processing_class=tokenizer)
+    with prompt.named():
+        (ids,) = read_alone(tokenizer, [prompt.value], prompt.kind, {**template, **prompt.template})
+    recorded(request, request.where, column, prompt.value, ids, tokenizer, template, [tokenizer.eos_token_id])
 
 
 def _columns_of_rewards(

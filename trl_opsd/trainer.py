@@ -92,6 +92,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             For loading the student from a path.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Wraps the student, for instance a `LoraConfig`.
+        teacher_models (`dict`, *optional*):
+            Several teachers as TRL has them, in place of `teacher_model`; the column `"teacher_id"` names that of each
+            row.
         tools (list of `Callable`, *optional*):
             Functions the student may call; their output is excluded from the loss.
         divergence ([`~losses.Divergence`] or `str`, *optional*):
@@ -161,6 +164,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         tools: list[Callable] | None = None,
         environment_factory: Any = None,
         *,
+        teacher_models: Mapping[Any, TeacherLike] | None = None,
         rollout: RolloutBackend | None = None,
         divergence: Divergence | str | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
@@ -170,6 +174,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         given = prepare(
             model=model,
             teacher_model=teacher_model,
+            teacher_models=teacher_models,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,

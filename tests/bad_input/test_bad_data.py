@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
-from support import tiny, vision_language
+from support import tiny, tool_calls, vision_language
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -154,6 +154,65 @@ def test_kinds_of_prompts_are_not_mixed(refuses):
     with pytest.raises(ValueError, match="The second"):
         common_kind([Prompt.of("a", "The first"), Prompt.of(GOOD, "The second")])
     refuses("row 0 of the batch of step 1 is None", {"train_dataset": stream(None)}, TypeError)
+
+
+# ---- Recorded completions, and their beginnings ----------------------------------------------------------------------
+
+
+def call(arguments: str = "{}") -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def second(column: str, value: Any, prompt: Any = GOOD, first: Any = None) -> Dataset:
+    return Dataset.from_list([{"prompt": prompt, column: first}, {"prompt": prompt, column: value}])
+
+
+COMPLETED: list[tuple[str, list[Any]]] = [
+    ("row 1 .* expected those of the assistant, and of tools .* up to one of the assistant", [call(), UNASKED]),
+    ("row 1 .*'user', 'assistant'.: expected those of the assistant", [ANSWER, *GOOD, ANSWER]),
+    ("row 1 .*: message 2 is of a tool, but", [ANSWER, UNASKED, ANSWER]),
+    ("row 1 .*: message 1: the arguments of a call are text that is no JSON", [call("{'a': 2}"), UNASKED, ANSWER]),
+]
+BEGUN: list[tuple[str, Any]] = [
+    ("completion_prefix in row 1 of train_dataset is empty", ""),
+    ("completion_prefix in row 1 of train_dataset is a list without messages", []),
+    ("row 1 .* ends with an empty message", [{"role": "assistant", "content": ""}]),
+    ("row 1 .* ends with calls without answers", [call()]),
+    ("row 1 .* up to one of the assistant or tool", [ANSWER, *GOOD]),
+    ("row 1 .* ends with '<.im_e', in the middle of '<.im_end.>'", "so <|im_e"),
+    ("row 1 .* ends with '<.im_e', in the middle of", [call(), UNASKED, {"role": "assistant", "content": "so <|im_e"}]),
+    ("row 1 .* contains the end of a completion", "so<|im_end|> it"),
+    ("row 1 .* contains the end of a completion", [call(), UNASKED, {**ANSWER, "content": "so<|im_end|> it"}]),
+]
+QWEN3 = words(chat_template=tool_calls.words().chat_template)
+CONVERSED: list[tuple[str, dict[str, Any]]] = [
+    *((named, {"train_dataset": second("completion", one, first=[ANSWER]), "lmbda": 0.5}) for named, one in COMPLETED),
+    *((named, {"train_dataset": second("completion_prefix", one)}) for named, one in BEGUN),
+    ("row 1 .* ends with a message of the tool", {"train_dataset": answered([*GOOD, call(), UNASKED])}),
+    ("is messages, but the prompt is text", {"train_dataset": second("completion_prefix", [ANSWER], "hi")}),
+    ("row 1 of eval_dataset contains", {"eval_dataset": second("completion_prefix", "so<|im_end|>", "hi")}),
+    (
+        "row 0 of train_dataset: .* message 1 in another way once others follow",
+        {
+            "train_dataset": second("completion", [ANSWER], first=[call(), UNASKED, ANSWER]),
+            "processing_class": QWEN3,
+            "lmbda": 0.5,
+        },
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.before_loading
+@pytest.mark.parametrize(("named", "given"), CONVERSED, ids=[one for one, *_ in CONVERSED])
+def test_what_could_not_be_learned_or_continued_is_refused_before_loading(refuses, named, given):
+    refuses(named, given)
+
+
+def test_a_beginning_that_leaves_no_room_is_refused(refuses):
+    rows = second("completion_prefix", LONG, "a", LONG)
+    refuses("prompt with the completion_prefix in row 0 of the batch of step 1 has 501", {"train_dataset": rows})
 
 
 # ---- Contrasts -------------------------------------------------------------------------------------------------------

@@ -59,6 +59,22 @@ def test_each_teacher_reads_its_rows_in_one_call(make_trainer):
     assert sorted(read) == [("math", 4), ("prose", 4)]
 
 
+@pytest.mark.parametrize("ids", [("math", "prose"), (0, 7)], ids=["text", "numbers"])
+def test_teachers_as_trl_has_them_teach_the_same(trained, ids):
+    def run(column, names, **given):
+        some = tiny.rows().add_column(column, names)
+        trainer = trained(train_dataset=some, eval_dataset={"own": some}, learning_rate=1e-2, max_steps=4, **given)
+        losses = trainer.evaluate(some)["eval_loss"], trainer.evaluate()["eval_own_loss"]
+        return [*tiny.logged(trainer, "loss"), *losses], tiny.weights(trainer).tolist()
+
+    known = dict(zip(("math", "prose"), ids, strict=True))
+    theirs = {known[name]: one for name, one in teachers().items()}
+    found = run("teacher_id", [known[name] for name in NAMES], teacher_model=None, teacher_models=theirs)
+    assert found == run("teacher", NAMES, teacher_model=teachers())
+    alone = {"teacher_model": None, "teacher_models": {"math": tiny.qwen2(48, 1)}}
+    assert run("teacher_id", ["math"] * 8, **alone) == run("topic", NAMES, teacher_model=tiny.qwen2(48, 1))
+
+
 @pytest.mark.parametrize("names", [NAMES, ["prose"] * 8], ids=["both", "one"])
 def test_teachers_of_different_precision_train_and_evaluate(trained, names):
     models = teachers()
@@ -107,8 +123,10 @@ def test_several_offloaded_teachers_keep_no_head_on_the_device(trained):
     [
         ({"math": tiny.qwen2(48, 1)}, ValueError, "a dict with one teacher: expected at least two names"),
         ({"math": tiny.qwen2(48, 1), "prose": 3}, TypeError, r"`teacher_model\['prose'\]` is a int: expected a path"),
+        (tiny.qwen2(48, 1), ValueError, "`teacher_model` with `teacher_models`: both are teachers"),
     ],
 )
 def test_an_invalid_dict_of_teachers_is_refused(make_trainer, given, error, message):
+    beside = {} if isinstance(given, dict) else {"teacher_models": teachers()}
     with pytest.raises(error, match=message):
-        make_trainer(teacher_model=given, train_dataset=rows())
+        make_trainer(teacher_model=given, train_dataset=rows(), **beside)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -16,29 +17,31 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.images import in_parts
-from trl_opsd.data.prompts import PREFIX, check_prompt, tells_more, tidy
+from trl_opsd.data.prompts import PREFIX, PRIVILEGED, check_prompt, tells_more, tidy
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import check_parts
 from trl_opsd.types.rollout import Author, Given, cut_after_end
 
 logger = get_logger(__name__)
 
-_THEIRS, _OURS = "solution", "privileged_context"
+_THEIRS = {"privileged_context": "solution", "teacher": "teacher_id"}
+"""TRL's names of columns by ours."""
 
 
 def named_as_here(template: Any) -> Any:
     """A `teacher_prompt_template` with the placeholder `{solution}` under its name here; anything else unchanged."""
-    return template.replace(f"{{{_THEIRS}}}", f"{{{_OURS}}}") if isinstance(template, str) else template
+    return template.replace("{solution}", "{privileged_context}") if isinstance(template, str) else template
 
 
-def solutions_as_context(datasets: Any) -> Any:
-    """Renames the column `solution` where no other column gives a teacher another prompt."""
+def renamed(datasets: Any, ours: str) -> Any:
+    """Gives a column of TRL its name here, unless another column has the same part."""
     if isinstance(datasets, dict):
-        return type(datasets)({name: solutions_as_context(dataset) for name, dataset in datasets.items()})
+        return type(datasets)({name: renamed(dataset, ours) for name, dataset in datasets.items()})
+    theirs = _THEIRS[ours]
     columns = (datasets.column_names or ()) if isinstance(datasets, Dataset | IterableDataset) else ()
-    if _THEIRS in columns and not tells_more(columns):
-        logger.warning_once(f"The column '{_THEIRS}' is used as '{_OURS}'.")
-        return datasets.rename_column(_THEIRS, _OURS)
+    if theirs in columns and not (tells_more(columns) if ours in PRIVILEGED else ours in columns):
+        logger.warning_once(f"The column '{theirs}' is used as '{ours}'.")
+        return datasets.rename_column(theirs, ours)
     return datasets
 
 
@@ -162,12 +165,17 @@ def check_completion(row: Mapping[str, Any], where: str, column: str = COMPLETIO
             f"called, up to one of the {' or '.join(last)}."
         )
     tidy([*prompt, *given], f"{where}, with its {column}")
-    if is_beginning and not given[-1].get("content"):
-        raise ValueError(f"{name} ends with an empty message: remove that, or give `None`.")
+    if is_beginning and roles[-1] == "assistant" and (given[-1].get("tool_calls") or not given[-1]["content"]):
+        what = "calls without answers" if given[-1].get("tool_calls") else "an empty message"
+        raise ValueError(f"{name} ends with {what}: remove that, or give `None`.")
 
 
-def check_open(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Refuses the beginning of a completion that ends in the middle of a special token."""
+def check_open(text: str, tokenizer: PreTrainedTokenizerBase, where: str, ends: Collection[int]) -> None:
+    """Refuses the beginning of a completion that ends it, or ends in the middle of a special token."""
+    if not {*tokenizer(text, add_special_tokens=False)["input_ids"]}.isdisjoint(ends):
+        raise ValueError(
+            f"{where} contains the end of a completion, so that nothing could follow it: remove that, or give `None`."
+        )
     for token in map(str, tokenizer.added_tokens_decoder.values()):
         for length in range(_WITHIN, len(token)):
             if text.endswith(token[:length]):
@@ -203,22 +211,20 @@ def recorded(
                 f"{text[:40]!r}: remove the column {TOKENS!r}, or generate the completions again."
             )
         return _by_dataset(list(known))
-    if isinstance(given, str) and is_beginning:
-        check_open(given, tokenizer, name)
+    messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
+    is_open = is_beginning and messages[-1]["role"] == "assistant"
+    if is_open and isinstance(messages[-1]["content"], str):
+        check_open(messages[-1]["content"], tokenizer, name, ends)
     if isinstance(prompt, str):
         # Tokenized together, as the student would have generated them: alone, a completion may have other tokens.
         whole = tokenizer(prompt + given)["input_ids"]
         joined = whole[: len(prompt_ids)] == prompt_ids  # otherwise a token spans the border
         ids = whole[len(prompt_ids) :] if joined else tokenizer(given, add_special_tokens=False)["input_ids"]
         if is_beginning:
-            return _not_ended(_by_dataset(ids), ends, name)
+            return _by_dataset(ids)
         # Text may lack an end token: the tokenizer's is appended if it ends completions, else the first that does.
         own = tokenizer.eos_token_id
         return _by_dataset(cut_after_end([*ids, *([own] if own in ends else list(ends)[:1])], ends))
-    messages = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
-    is_open = is_beginning and messages[-1]["role"] == "assistant"
-    if is_open and isinstance(messages[-1]["content"], str):
-        check_open(messages[-1]["content"], tokenizer, name)
     messages = tidy([*prompt, *messages], where)[len(prompt) :]
     start, all_messages = _joined(prompt, messages)
     render = _Rendering(tokenizer, template, see, where)
@@ -235,11 +241,10 @@ def recorded(
     check_parts(messages, tokenizer.decode(ids), name)
     if not is_beginning:
         text = tokenizer.apply_chat_template(all_messages, tokenize=False, **template)
-        _warn_of_loss(messages[-1]["content"], text)
+        _warn_of_loss(messages, text)
     if len(messages) == 1:
-        if is_open:
-            return replace(_not_ended(_by_dataset(ids), ends, name), messages=messages, is_open=True)
-        return _by_dataset(cut_after_end(ids, ends))
+        ids = ids if is_open else cut_after_end(ids, ends)
+        return replace(_by_dataset(ids), messages=messages, is_open=is_open)
     authors = render.authors(all_messages, start, whole, ends, **last)[len(prompt_ids) :]
     if not is_beginning:  # what follows the last turn is not generated either
         end = max((place for place, one in enumerate(authors) if one), default=-1) + 1
@@ -261,14 +266,6 @@ def _joined(prompt: Sequence[Any], given: list[Any]) -> tuple[int, list[Any]]:
 
 def _by_dataset(ids: list[int]) -> Given:
     return Given(ids, [Author.DATASET] * len(ids))
-
-
-def _not_ended(given: Given, ends: Collection[int], where: str) -> Given:
-    """The beginning of a completion; a `ValueError` if it ends one."""
-    if not given.ids or not {*given.ids}.isdisjoint(ends):
-        what = "contains the end of a completion" if given.ids else "has no tokens"
-        raise ValueError(f"{where} {what}, so that nothing could follow it: remove that, or give `None`.")
-    return given
 
 
 class _Rendering:
@@ -305,34 +302,52 @@ class _Rendering:
     ) -> list[int]:
         """The author of each token: the dataset of what the assistant says, with the token that ends it.
 
-        By the marks of the template, if it has them; else from turns rendered one by one.
+        By the marks of the template, if it has them; else from turns rendered one by one. The beginning of a turn with
+        which prompts end, and what follows its end token, are the environment's: no student generates them.
         """
         template = self._template.get("chat_template") or self._tokenizer.chat_template
-        if re.search(r"{%-?\s*generation\s*-?%}", str(template)) and self._see is None:
-            marks = self._made(messages, return_assistant_tokens_mask=True, **options)["assistant_masks"]
-            return [int(Author.DATASET if mark else Author.ENVIRONMENT) for mark in marks]
+        is_marked = re.search(r"{%-?\s*generation\s*-?%}", str(template)) and self._see is None
         found = [int(Author.ENVIRONMENT)] * len(whole)
+        for begin, end in (self._marked if is_marked else self._rendered)(messages, start, whole, options):
+            end += bool({*whole[end : end + 1]} & {*ends})  # in some templates it begins the next message
+            said = cut_after_end(whole[begin:end], ends)
+            found[begin : begin + len(said)] = [int(Author.DATASET)] * len(said)
+        return found
+
+    def _marked(self, messages: list[Any], start: int, whole: list[int], options: Any) -> Iterator[tuple[int, int]]:
+        """Where each turn of the assistant begins and ends."""
+        marks = self._made(messages, return_assistant_tokens_mask=True, **options)["assistant_masks"]
+        edges = [place for place, pair in enumerate(pairwise([0, *marks, 0])) if pair[0] != pair[1]]
+        prompt = self(messages[:start], add_generation_prompt=True)
+        opening = prompt[len(self(messages[:start], add_generation_prompt=False)) :]
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            within = range(begin, begin + len(opening) + 1)  # some templates mark the end of the opening, or all of it
+            yield next((one for one in within if whole[one - len(opening) : one] == opening), begin), end
+
+    def _rendered(self, messages: list[Any], start: int, whole: list[int], _: Any) -> Iterator[tuple[int, int]]:
         for place in range(start, len(messages)):
             if messages[place]["role"] != "assistant":
                 continue
-            before = self(messages[:place], add_generation_prompt=True)
-            is_last = place == len(messages) - 1
+            before, is_last = self(messages[:place], add_generation_prompt=True), place == len(messages) - 1
             after = whole if is_last else self(messages[: place + 1], add_generation_prompt=False)
-            if whole[: len(before)] != before or whole[: len(after)] != after:
-                raise ValueError(
-                    f"{self._where}: the chat template renders message {place} in another way once others follow, so "
-                    f"its tokens are not known: {self._tokenizer.decode(after[-16:])!r} became "
-                    f"{self._tokenizer.decode(whole[len(after) - 16 : len(after)])!r}. Use a template that marks what "
-                    "the assistant says with `{% generation %}`, such as one of TRL's."
-                )
-            said = cut_after_end(after[len(before) :], ends)
-            found[len(before) : len(before) + len(said)] = [int(Author.DATASET)] * len(said)
-        return found
+            for part in (before, after):
+                if whole[: len(part)] != part:
+                    at = next(at for at, token in enumerate(part) if whole[at : at + 1] != [token])
+                    became = [self._tokenizer.decode(ids[max(0, at - 16) : at + 16]) for ids in (part, whole)]
+                    raise ValueError(
+                        f"{self._where}: the chat template renders message {place} in another way once others follow, "
+                        f"so its tokens are not known: {became[0]!r} became {became[1]!r}. Use a template that marks "
+                        "what the assistant says with `{% generation %}`, such as one of TRL's."
+                    )
+            yield len(before), len(after)
 
 
-def _warn_of_loss(answer: Any, text: str) -> None:
-    """Warns once that a template changes answers; some templates strip reasoning."""
-    if isinstance(answer, str) and answer.strip() not in text:
+def _warn_of_loss(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Warns once that a template changes answers; some templates strip reasoning, others calls."""
+    turns = [one for one in messages if one["role"] == "assistant"]
+    calls = [call.get("function", call)["name"] for one in turns for call in one.get("tool_calls") or ()]
+    said = [one["content"].strip() for one in turns if isinstance(one["content"], str)]
+    if not all(one in text for one in (*said, *calls)):
         logger.warning_once(
             "The tokenizer's chat template changes or drops parts of the dataset's answers, as some templates do with "
             "the text before '</think>': the student learns the rendered answer. If this is not intended, give prompts "

@@ -141,7 +141,8 @@ def tidy(messages: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, An
     """
     found, names, is_called = list[dict[str, Any]](), dict[str, str](), False
     for number, message in enumerate(messages):
-        one = {name: value for name, value in message.items() if value is not None or name == "content"}
+        # Some templates write the word `None`, or fail, where a call stands in place of content.
+        one = {"content": "", **{name: value for name, value in message.items() if value is not None}}
         if calls := one.pop("tool_calls", None):
             one["tool_calls"] = [_called(call, f"{where}: message {number}") for call in calls]
             names |= {call["id"]: call.get("function", call)["name"] for call in one["tool_calls"] if "id" in call}
@@ -335,6 +336,7 @@ class Intake:
         if len(self.teachers) == 1:
             return self.teachers[0]
         name = row.get("teacher")
+        name = str(name) if isinstance(name, int) else name
         if not isinstance(name, str) or name not in self.teachers:
             raise ValueError(
                 f"{where} names the teacher {name!r} in the column 'teacher': expected one of {sorted(self.teachers)}."

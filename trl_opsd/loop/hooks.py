@@ -25,7 +25,7 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints import UNFINISHED, on_disk
-from trl_opsd.data.completions import solutions_as_context, with_prompts
+from trl_opsd.data.completions import renamed, with_prompts
 from trl_opsd.data.images import Pictures
 from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
@@ -480,7 +480,8 @@ class TrainerHooks(TrainerMembers):
         """A dataset with its columns renamed to ours."""
         acting = self.turns is not None and self.turns.environments is not None
         dataset = with_prompts(dataset, where, EMPTY_PROMPT if acting else None)
-        dataset = solutions_as_context(dataset) if self.reads_solutions else dataset
+        dataset = renamed(dataset, "privileged_context") if self.reads_solutions else dataset
+        dataset = renamed(dataset, "teacher") if self.teaching.names else dataset
         if isinstance(dataset, Dataset):  # not the trainer's own, nor the name of one of these
             self.teaching.check_room({where: dataset})
         return dataset

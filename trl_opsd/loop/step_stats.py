@@ -282,7 +282,8 @@ class StepStats:
             found["completions/repeated_ratio"] = _mean(of["repeats"][by_student_R])
         if self._trainer.tools:
             calls = int(of["calls"].sum())
-            found["turns/mean"], found["tools/call_frequency"] = _mean(of["turns"]), _mean(of["calls"])
+            found["turns/mean"] = _mean(of["turns"][by_student_R])
+            found["tools/call_frequency"] = _mean(of["calls"][by_student_R])
             found["tools/failure_frequency"] = float(of["failures"].sum() / calls) if calls else 0.0
         return found
 

@@ -101,7 +101,7 @@ def whole(rows: Sequence[BatchRow], written: Written) -> Written:
         authors.append([*given.authors, *by])
     said = written.conversations
     if said is not None:
-        said = [after(row.given, one) for row, one in zip(rows, said, strict=True)]
+        said = [after(row.given, [] if row.is_off_policy else one) for row, one in zip(rows, said, strict=True)]
     return Written(prompts, completions, authors, said)
 
 
