@@ -20,8 +20,8 @@ from turns import EqualTurns
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.methods import METHODS
-from trl_opsd.methods.aggregation import Aggregation
 from trl_opsd.methods.selection import TokenSelection
+from trl_opsd.methods.weights import Aggregation
 
 WORDS = tiny.tokenizer()
 PROMPTS = WORDS(tiny.PROMPTS)["input_ids"]

@@ -225,17 +225,19 @@ class Generation:
             return self._substitute.complete(prompt_ids) if prompt_ids else []
         host, name = self._host, type(self.rollout).__name__
         # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
-        is_ours = of_package(host.complete) and of_package(self.rollout.complete)
-        is_surplus = not (prompt_ids or (is_ours and not host.methods.any("writes")))
-        rows = [row for row in self.rows if row.by_student]
-        if is_surplus:
-            first = self.rows[0]
-            prompt_ids, rows = self._surplus, [BatchRow(first.request, is_padding=True, images=first.images)]
+        # A method that writes takes part as long as another process does.
+        writes = host.model.training and host.methods.any("writes")
+        is_surplus = not (
+            prompt_ids or (not writes and of_package(host.complete) and of_package(self.rollout.complete))
+        )
+        prompt_ids = self._surplus if is_surplus else prompt_ids
         complete = self.overlapping if self.overlapping is not None and host.model.training else host.complete
-        if self._apart is None:
+        if writes:
+            none = BatchRow(self.rows[0].request, is_padding=True, images=self.rows[0].images)
+            rows = [none] if is_surplus else [row for row in self.rows if row.by_student]
             completions = host.methods.complete(rows, prompt_ids, complete)
         else:
-            completions = self._apart.first(prompt_ids)
+            completions = complete(prompt_ids) if self._apart is None else self._apart.first(prompt_ids)
         if self.is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)

@@ -13,15 +13,14 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from trl_opsd.methods.aggregation import Aggregation
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.collapse import CollapseGuard
-from trl_opsd.methods.off_policy import OffPolicy
 from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.methods.selection import TokenSelection
 from trl_opsd.methods.targets import Anchor, Contrast, Extrapolation
 from trl_opsd.methods.together import Blend, Speculative
+from trl_opsd.methods.weights import Aggregation, OffPolicy
 from trl_opsd.types.metrics import OF_TRAINER, Metric
 
 METHODS: tuple[type[Method], ...] = (
