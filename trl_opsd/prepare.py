@@ -242,6 +242,8 @@ def prepare(
         _check_given({"train_dataset": train_dataset}, COMPLETION)
         columns = (*columns, COMPLETION, TOKENS)
     _check_given(datasets, PREFIX)
+    begins, what = PREFIX in (columns_of(train_dataset) or ()), f"{shown(args, 'seq_kd')} with a column {PREFIX!r}"
+    refuse([(args.seq_kd and begins, what, "a teacher answers the prompt alone; remove one of them")])
     if rewards is not None:
         known = _columns_of_rewards(datasets, args, columns, needs_column)
         rewards.check_rows(known, ("environments",) if acts else (), any(one.needs_rewards for one in made))

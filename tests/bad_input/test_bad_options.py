@@ -139,6 +139,10 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("lmbda", {"lmbda": 0, "reward_gate": 1.0, **REWARDED}),
     ("lmbda", {"lmbda": 0, **GROUPED}),
     ("lmbda", {"lmbda": 0, "teacher_prompt_fn": lambda row, completion, outcome: row["prompt"]}),
+    (
+        "seq_kd.*completion_prefix",
+        {"lmbda": 0.5, "seq_kd": True, "train_dataset": tiny.rows().add_column("completion_prefix", ["so"] * 8)},
+    ),
     ("seq_kd", {"lmbda": 0.5, "seq_kd": True, "teacher_prompt_fn": lambda row, completion: row["prompt"]}),
     ("without rewards", {"reward_gate": 1.0}),
     ("without rewards", {"teacher_prompt_fn": lambda row, completion, outcome: "a"}),

@@ -53,7 +53,7 @@ def test_targets_of_several_teachers_are_sent_in_one_dtype(teachers, dtype):
     assert torch.equal(sent[:, 2:].to(torch.bfloat16), torch.stack(states)), "behind the prompt"
 
 
-def test_pull_and_log_probabilities_are_sent_with_tokens():
+def test_pull_log_probabilities_and_authors_are_sent_with_tokens():
     ids = torch.arange(10).view(2, 5)
     rollout = Rollout(
         prompt_ids=ids[:, :2],
@@ -63,10 +63,12 @@ def test_pull_and_log_probabilities_are_sent_with_tokens():
         weights=torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]),
         nll_weight=torch.tensor([0.5, -2.0]),
         logprobs=torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]),
+        authors=torch.tensor([[3, 1, 1], [2, 0, 1]]),
     )
     rows = [RowTargets(torch.randn(number, 4), torch.arange(number)) for number in (3, 2)]
     sent = _unpadded(rollout, TeacherTargets.by_row(rows, 3), torch.device("cpu"))
     assert sent["nll_weight"].tolist() == [0.5, -2.0]
     assert sent["tokens"][:, 1:].tolist() == [[2, 3, 4, 0], [6, 7, 8, 9]]
     assert sent["logprobs"].tolist() == [[-1, -2, -3, 0], [0, -4, -5, 0]]
+    assert sent["authors"].tolist() == [[3, 1, 1, 0], [0, 2, 0, 1]]
     assert sent["weights"].tolist() == [[1, 1, 1, 0], [0, 1, 1, 0]]

@@ -160,6 +160,7 @@ def parts_to_learn(
             weights=part["weights"],
             nll_weight=part.get("nll_weight"),
             logprobs=part.get("logprobs"),
+            authors=part["authors"].long() if "authors" in part else None,
             begins_at=group.rank * length,
         )
         with group.reads(model):
@@ -167,11 +168,11 @@ def parts_to_learn(
 
 
 def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -> dict[str, Tensor]:
-    """Rows from their first token on, [B, L]; mask, weight, target and logprob of the L - 1 after the first."""
+    """Rows from their first token on, [B, L]; mask, weight, target, logprob and author of the L - 1 after it."""
     mask_BL = (rollout.attention_mask != 0).long()
     order_BL = mask_BL.argsort(dim=1, descending=True, stable=True)
     zeros_BP = torch.zeros_like(rollout.prompt_ids, dtype=torch.float32)
-    each_BC = {"weights": rollout.weights, "logprobs": rollout.logprobs}
+    each_BC = {"weights": rollout.weights, "logprobs": rollout.logprobs, "authors": rollout.authors}
     places_BL = (order_BL[:, 1:] - rollout.prompt_ids.size(1)).clamp(min=0)
     hidden_BCH = targets.hidden.to(device)
     if targets.teacher is not None:  # of several dtypes; other processes may have others
