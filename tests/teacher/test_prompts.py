@@ -110,7 +110,7 @@ def test_the_context_is_added_to_the_last_user_message_only(make):
     prompt = [
         {"role": "user", "content": "first"},
         {"role": "user", "content": [{"type": "text", "text": "last"}]},
-        {"role": "assistant", "content": "so"},
+        {"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
         {"role": "tool", "content": "on"},
     ]
     intake = make([{}, {}]).readers.intake
