@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from trl_opsd._compat.peft import has_foreign_adapter, is_peft
 from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.torchao import fake_quantized
-from trl_opsd._compat.trl import get_config_model_id, get_training_chat_template, is_chat_template_prefix_preserving
+from trl_opsd._compat.trl import chat_template_utils, get_config_model_id
 from trl_opsd._compat.urls import ONLY
 from trl_opsd._compat.versions import warn_of_untested
 from trl_opsd.checkpoints import check_disk, check_folder
@@ -146,8 +146,7 @@ def prepare(
     elif isinstance(tools, list | tuple):
         tools = [*map(as_described, tools)]
     if teacher_models is not None:  # as TRL has them
-        why = "both are teachers; remove one of them"
-        refuse([(teacher_model is not None, "`teacher_model` with `teacher_models`", why)])
+        refuse([(teacher_model is not None, "`teacher_model` with `teacher_models`", "both are teachers; remove one")])
         teacher_model = {str(name): one for name, one in teacher_models.items()}
         teacher_model = teacher_model if len(teacher_model) != 1 else next(iter(teacher_model.values()))
     check_named_once(teacher_model, args)
@@ -416,12 +415,13 @@ def _try_first(
         return
     dataset = rows.dataset.with_format(None)
     number = next((number for number, one in enumerate(dataset[column]) if one is not None), None)
-    if number is None or rows.has_images:
+    cannot_call = tools and not chat_template_utils.supports_tool_calling(tokenizer)  # which TRL refuses
+    if number is None or rows.has_images or cannot_call:
         return
     request = intake.read(dataset[number], f"row {number} of {rows.where}")
     prompt, template = request.student, {**(args.chat_template_kwargs or {}), "tools": tools or None}
-    if tools and not is_chat_template_prefix_preserving(tokenizer):  # as TRL chooses it
-        template["chat_template"] = get_training_chat_template(processing_class=tokenizer)
+    if tools and not chat_template_utils.is_chat_template_prefix_preserving(tokenizer):  # as TRL chooses it
+        template["chat_template"] = chat_template_utils.get_training_chat_template(processing_class=tokenizer)
     with prompt.named():
         (ids,) = read_alone(tokenizer, [prompt.value], prompt.kind, {**template, **prompt.template})
     recorded(request, request.where, column, prompt.value, ids, tokenizer, template, [tokenizer.eos_token_id])

@@ -93,8 +93,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         peft_config ([`~peft.PeftConfig`], *optional*):
             Wraps the student, for instance a `LoraConfig`.
         teacher_models (`dict`, *optional*):
-            Several teachers as TRL has them, in place of `teacher_model`; the column `"teacher_id"` names that of each
-            row.
+            In place of `teacher_model`, as in TRL: teachers by id. The column `"teacher_id"` has that of each row.
         tools (list of `Callable`, *optional*):
             Functions the student may call; their output is excluded from the loss.
         divergence ([`~losses.Divergence`] or `str`, *optional*):

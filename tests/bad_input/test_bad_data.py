@@ -210,9 +210,13 @@ def test_what_could_not_be_learned_or_continued_is_refused_before_loading(refuse
     refuses(named, given)
 
 
-def test_a_beginning_that_leaves_no_room_is_refused(refuses):
+def test_a_beginning_that_leaves_no_room_or_templates_without_tools_are_refused(refuses):
     rows = second("completion_prefix", LONG, "a", LONG)
     refuses("prompt with the completion_prefix in row 0 of the batch of step 1 has 501", {"train_dataset": rows})
+    rows = second("completion_prefix", "so", first="so")
+    template = words(chat_template="{{ raise_exception('no') if messages[2:] }}{{ messages[0].content }}")
+    given = {"train_dataset": rows, "tools": [tiny.add], "processing_class": template}
+    refuses("chat template does not support tool calling", given)
 
 
 # ---- Contrasts -------------------------------------------------------------------------------------------------------

@@ -155,6 +155,9 @@ def test_a_student_goes_on_with_a_recorded_episode(trained):
     trainer = trained(**acting("tools", train_dataset=data, eval_dataset=data, lmbda=1, max_steps=1))
     trainer.evaluate()
     assert [len(one) for one in trainer.rollout.asked] == [8, 4, 8, 4], "rows with a beginning have one turn"
+    as_prompts = Dataset.from_list([before_turn(row, number, turn=number % 2) for number, row in enumerate(rows)])
+    unscored = trained(**acting("tools", train_dataset=as_prompts, lmbda=1, max_steps=1))
+    assert sorted(unscored.rollout.asked[0]) == sorted(trainer.rollout.asked[0]), "the student reads the same"
     (_, rollout, _), (_, evaluated, _) = trainer.taught
     for one in (rollout, evaluated):
         (ids,) = {*map(tuple, one.completion_lists())}

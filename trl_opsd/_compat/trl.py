@@ -7,11 +7,12 @@ from trl import (
     ModelConfig,
     ScriptArguments,
     TrlParser,
+    chat_template_utils,
     get_dataset,
     get_peft_config,
     get_quantization_config,
 )
-from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving, parse_response
+from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template
 from trl.generation.vllm_client import VLLMClient
 from trl.import_utils import is_vllm_available
