@@ -72,7 +72,7 @@ _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, `blend` or `speculative`, at temperature 1, without tools'
 _SAMPLER = Logs(
     "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
-    "engines, at temperature 1, where nothing else changes which token is sampled; without tools; `blend`, `speculative`",
+    "engines, at temperature 1, where nothing else changes which token is sampled; no tools; `blend`, `speculative`",
 )
 _TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the whole teacher, no clip')
 _AHEAD = '`overlap="ahead"`'
