@@ -69,10 +69,10 @@ _OVERLAP = Logs(STEPS, '`overlap="step"` with a rollout that generates in anothe
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _SYNC = Logs("all processes; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
-_ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
+_ENGINE = '`divergence="sampled_reverse_kl"` with an engine, `blend` or `speculative`, at temperature 1, without tools'
 _SAMPLER = Logs(
     "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
-    "engines, at temperature 1, where nothing else changes which token is sampled; without tools",
+    "engines, at temperature 1, where nothing else changes which token is sampled; no tools; `blend`, `speculative`",
 )
 _TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the whole teacher, no clip')
 _AHEAD = '`overlap="ahead"`'
