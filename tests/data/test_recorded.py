@@ -185,10 +185,3 @@ def test_turns_are_drawn_by_row_and_seed():
     assert list(map(len, rows["prompt"])) == drawn[0]
     assert tidy(rows[0]["prompt"], "") == tidy(TOLD[: drawn[0][0]], "")
     assert {*rows["topic"]} == {"sums"}
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(("messages", "turn"), [(TOLD, 3), (TOLD, -1), (TOLD[:4], None)])
-def test_an_episode_without_such_a_turn_is_refused(messages, turn):
-    with pytest.raises(ValueError, match=r"Row 7 has . turns of the assistant, so none to cut before"):
-        before_turn({"messages": messages}, 7, turn)

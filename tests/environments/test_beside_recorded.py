@@ -34,9 +34,8 @@ def episodes(kind: str, number: int = 8) -> Dataset:
         {"role": "tool", "tool_call_id": "1", "content": answer},
         {"role": "assistant", "content": "done"},
     ]
-    return Dataset.from_list(
-        [{"messages": [{"role": "user", "content": f"count {one}"}, *turns]} for one in range(number)]
-    )
+    rows = [{"messages": [{"role": "user", "content": f"count {one}"}, *turns]} for one in range(number)]
+    return Dataset.from_list(rows, on_mixed_types="use_json")
 
 
 class Seen(Method):

@@ -81,7 +81,7 @@ def _has_conversations(dataset: Any) -> bool:
         return False
     columns = dataset.column_names or ()
     kind = str((dataset.features or {}).get(_COLUMN, "'role'"))  # a stream may not know its features
-    return _COLUMN in columns and "prompt" not in columns and "'role'" in kind
+    return _COLUMN in columns and "prompt" not in columns and ("'role'" in kind or "Json" in kind)
 
 
 def _split_row(row: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
@@ -122,16 +122,11 @@ def before_turn(
             Of the draw, with the number of the row.
         is_scored (`bool`, *optional*, defaults to `False`):
             Whether the turns before it are the beginning of the completion, `completion_prefix`, and so in the loss.
-
-    Raises:
-        ValueError: There is no such turn.
     """
     messages = row[_COLUMN]
     start = _end_of_prompt(messages)
     turns = [place for place in range(start, len(messages)) if messages[place]["role"] == "assistant"]
-    if not (turns if turn is None else 0 <= turn < len(turns)):
-        raise ValueError(f"Row {number} has {len(turns)} turns of the assistant, so none to cut before ({turn=}).")
-    cut = turns[Random(f"{seed} {number}").randrange(len(turns)) if turn is None else turn]
+    cut = Random(f"{seed} {number}").choice(turns) if turn is None else turns[turn]
     if is_scored:
         return {"prompt": messages[:start], PREFIX: messages[start:cut] or None}
     return {"prompt": messages[:cut]}
@@ -149,39 +144,39 @@ def check_completion(row: Mapping[str, Any], where: str, column: str = COMPLETIO
     """Refuses a row without a completion, or with one that does not go with its prompt."""
     if column not in row:
         raise ValueError(f"{where} has no column 'completion', which `lmbda` below 1 needs: add it, or set `lmbda=1`.")
-    name = f"The {column} in {where}"
+    name, is_beginning = f"The {column} in {where}", column == PREFIX
     given, prompt = row[column], row["prompt"]
     kind, of_prompt = check_prompt(given, name), "text" if isinstance(prompt, str) else "messages"
-    is_beginning = column == PREFIX
+    wrong = ""
     if kind != of_prompt and not (is_beginning and kind == "text"):
-        raise ValueError(f"{name} is {kind}, but the prompt is {of_prompt}: expected the same kind for both.")
-    if kind == "text":
-        return
-    roles = [one["role"] for one in given]
-    last = ("assistant", "tool") if is_beginning else ("assistant",)
-    if roles[0] != "assistant" or roles[-1] not in last or not {*roles} <= {"assistant", "tool"}:
-        raise ValueError(
-            f"{name} has messages of the roles {roles}: expected those of the assistant, and of tools that it has "
-            f"called, up to one of the {' or '.join(last)}."
-        )
-    tidy([*prompt, *given], f"{where}, with its {column}")
-    if is_beginning and roles[-1] == "assistant" and (given[-1].get("tool_calls") or not given[-1]["content"]):
-        what = "calls without answers" if given[-1].get("tool_calls") else "an empty message"
-        raise ValueError(f"{name} ends with {what}: remove that, or give `None`.")
+        wrong = f"is {kind}, but the prompt is {of_prompt}: expected the same kind for both"
+    elif kind == "messages":
+        last = ("assistant", "tool") if is_beginning else ("assistant",)
+        roles, calls = [one["role"] for one in given], given[-1].get("tool_calls")
+        if roles[0] != "assistant" or roles[-1] not in last or not {*roles} <= {"assistant", "tool"}:
+            wrong = (
+                f"has messages of the roles {roles}: expected those of the assistant, and of tools that it has called"
+            )
+            wrong += f", up to one of the {' or '.join(last)}"
+        elif is_beginning and roles[-1] == "assistant" and (calls or not given[-1]["content"]):
+            wrong = f"ends with {'calls without answers' if calls else 'an empty message'}: remove that, or give `None`"
+    if wrong:
+        raise ValueError(f"{name} {wrong}.")
+    if kind == "messages":
+        tidy([*prompt, *given], f"{where}, with its {column}")
 
 
 def check_open(text: str, tokenizer: PreTrainedTokenizerBase, where: str, ends: Collection[int]) -> None:
     """Refuses the beginning of a completion that ends it, or ends in the middle of a special token."""
+    special = map(str, tokenizer.added_tokens_decoder.values())
+    parts = ((token[:length], token) for token in special for length in range(_WITHIN, len(token)))
+    wrong = next(
+        (f"ends with {part!r}, in the middle of {token!r}" for part, token in parts if text.endswith(part)), ""
+    )
     if not {*tokenizer(text, add_special_tokens=False)["input_ids"]}.isdisjoint(ends):
-        raise ValueError(
-            f"{where} contains the end of a completion, so that nothing could follow it: remove that, or give `None`."
-        )
-    for token in map(str, tokenizer.added_tokens_decoder.values()):
-        for length in range(_WITHIN, len(token)):
-            if text.endswith(token[:length]):
-                raise ValueError(
-                    f"{where} ends with {token[:length]!r}, in the middle of {token!r}: add the rest, or remove it."
-                )
+        wrong = "contains the end of a completion, so that nothing could follow it"
+    if wrong:
+        raise ValueError(f"{where} {wrong}: remove that, or give `None`.")
 
 
 def recorded(

@@ -316,18 +316,9 @@ class Generation:
             whole = replace(request.student, value=[*map(in_parts, messages)])
             return host.tokenize_with_images(whole, **{"add_generation_prompt": False, **options})
 
-        of_images = see if request.student.has_images else None
-        given = recorded(
-            request,
-            request.where,
-            column,
-            request.student.value,
-            prompt_ids,
-            tokenizer,
-            template,
-            host.eos_token_ids,
-            of_images,
-        )
+        read, ends = (see if request.student.has_images else None), host.eos_token_ids
+        told = request.where, column, request.student.value, prompt_ids
+        given = recorded(request, *told, tokenizer, template, ends, read)
         if column == COMPLETION:
             most = host.args.max_completion_length
             given = replace(given, ids=given.ids[:most], authors=given.authors[:most])

@@ -279,12 +279,10 @@ class TopKTeacher(Divergence):
     k: int
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"top_k_teacher is {self.k}, expected a number of tokens, at least 1.")
-        if not isinstance(self.of, Entrywise):
+        if self.k < 1 or not isinstance(self.of, Entrywise):
             raise ValueError(
-                f"top_k_teacher is {self.k} with {type(self.of).__name__}, which is not a sum over vocabulary entries: "
-                "use a divergence of this package that is, or select the most likely tokens in `value`."
+                f"top_k_teacher is {self.k} with {type(self.of).__name__}: expected at least 1 token, and a divergence "
+                "that is a sum over vocabulary entries; your own can select the most likely tokens in `value`."
             )
 
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:

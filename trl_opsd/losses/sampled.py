@@ -50,10 +50,9 @@ class SampledReverseKL(Divergence):
     clip_min: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip_max is not None and not self.clip_max > 0:
-            raise ValueError(f"clip_max is {self.clip_max}, expected a number above 0, or None for no bound.")
-        if self.clip_min is not None and not 0 < self.clip_min < (math.inf if self.clip_max is None else self.clip_max):
-            raise ValueError(f"clip_min is {self.clip_min}, expected a number above 0 and below clip_max, or None.")
+        most = math.inf if self.clip_max is None else self.clip_max
+        if not most > 0 or not (self.clip_min is None or 0 < self.clip_min < most):
+            raise ValueError(f"{self}: expected 0 < clip_min < clip_max, where each may be None for no bound.")
 
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> NoReturn:
         raise ValueError(

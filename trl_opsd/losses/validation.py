@@ -76,14 +76,10 @@ def check_arguments(
 
 def check_clip(clip: float | None, divergence: Divergence) -> None:
     """Refuses a clip that is out of range, or that goes with a divergence whose entries are not known."""
-    if clip is None:
-        return
-    if not clip > 0:
-        raise ValueError(f"kl_clip is {clip}, expected a number above 0, in nats; omit it to disable clipping.")
-    if not isinstance(divergence, Entrywise):
+    if clip is not None and not (clip > 0 and isinstance(divergence, Entrywise)):
         raise ValueError(
-            f"kl_clip is {clip} with {divergence!r}, which is not a sum over vocabulary entries that could be clipped: "
-            "remove `kl_clip`. Your own divergence can clip in its `value`, before summing."
+            f"kl_clip is {clip} with {divergence!r}: expected nats above 0, and a divergence that is a sum over "
+            "vocabulary entries, which can be clipped; your own can clip in its `value`."
         )
 
 

@@ -50,9 +50,7 @@ _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and mic
 _PLACES = Logs(WEIGHTED, "if a token counts there; in training not where processes share rows")
 _BY_AUTHOR = {
     one: Logs(
-        "as those by teacher",
-        "if a token in the loss is not the student's",
-        evaluated=one in (Author.STUDENT, Author.DATASET),
+        "as by teacher", "if not all tokens in the loss are the student's", one in (Author.STUDENT, Author.DATASET)
     )
     for one in Author
 }
@@ -95,22 +93,14 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             for tenth, ordinal in enumerate(_TENTHS)
         },
         **{
-            f"divergence/{one.word}": Metric(
-                "nats",
-                f"`divergence/mean` of the tokens that the {one.word} wrote.",
-                _BY_AUTHOR[one],
-                f"divergence_{one.word} / weight_{one.word}",
+            f"{name}/{one.word}": Metric(
+                unit, f"{of} that the {one.word} wrote.", _BY_AUTHOR[one], mean + one.word + by
             )
             for one in Author
-        },
-        **{
-            f"tokens/{one.word}": Metric(
-                "tokens",
-                f"Tokens in the loss that the {one.word} wrote.",
-                _BY_AUTHOR[one],
-                f"tokens_{one.word} / batches",
+            for name, unit, of, mean, by in (
+                ("divergence", "nats", "`divergence/mean` of the tokens", "divergence_", f" / weight_{one.word}"),
+                ("tokens", "tokens", "Tokens in the loss", "tokens_", " / batches"),
             )
-            for one in Author
         },
         "divergence/teacher/<name>": Metric(
             "nats", "`divergence/mean` of this teacher's rows.", _TEACHERS, "divergence/<name> / weight/<name>"
