@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
 from peft import LoraConfig
 from small_methods import OffPolicyFirst
@@ -181,6 +182,7 @@ def test_template_that_drops_part_of_an_answer_warns_once(trained, caplog):
     answers = [[{"role": "assistant", "content": f"because|{text}"}] for text in GIVEN]
     for given, said in ((rows("messages"), 0), (Dataset.from_dict({"prompt": CHAT, "completion": answers}), 1)):
         caplog.clear()
+        MultiProcessAdapter.warning_once.cache_clear()  # an earlier test may have warned
         trainer = trained(lmbda=0.0, train_dataset=given, processing_class=words)
         assert caplog.text.count("the dataset's answers") == said
     assert all("because" not in WORDS.decode(ids) for _, _, ids in trainer.taught)
