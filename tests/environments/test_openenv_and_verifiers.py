@@ -1,4 +1,4 @@
-"""The recipes of `docs/agents.md` for OpenEnv and verifiers, with both libraries and a real server.
+"""The recipe of `docs/agents.md` for OpenEnv, and the example for verifiers, with both libraries and a real server.
 
 Run by `make environments`, which installs them apart; not part of `make test`.
 """
@@ -148,6 +148,7 @@ def test_an_openenv_session_outlives_pings_while_the_student_generates(make_trai
 
 def test_tasks_and_rewards_of_verifiers_are_prompts_and_rewards(make_trainer):
     import verifiers.v1 as vf
+    import verifiers_tasks
 
     class Sum(vf.TaskData):
         total: int
@@ -167,15 +168,15 @@ def test_tasks_and_rewards_of_verifiers_are_prompts_and_rewards(make_trainer):
             for number in range(4):
                 yield Add(Sum(prompt=f"{number} + 1 ?", total=number + 1), self.config.task)
 
-    found = recipe("verifiers.v1", taskset=Sums(vf.TasksetConfig()), Dataset=Dataset)
+    tasks = list(Sums(vf.TasksetConfig()))
     replies = {"0 + 1": "1", "1 + 1": "2", "2 + 1": "nothing", "3 + 1": "5"}
     trainer = make_trainer(
         **given(
             lambda prompt: next(reply for asked, reply in replies.items() if asked in prompt) + END,
             None,
-            train_dataset=found["dataset"],
-            eval_dataset=found["dataset"],
-            reward_funcs=found["score"],
+            train_dataset=verifiers_tasks.rows(tasks),
+            eval_dataset=verifiers_tasks.rows(tasks),
+            reward_funcs=verifiers_tasks.scores(tasks),
             max_steps=4,
         ),
         reward_weight=1.0,
