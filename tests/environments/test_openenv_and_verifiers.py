@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from environments.worlds import END, call, given, rows
 from support import tiny
 

@@ -160,9 +160,8 @@ class Methods:
             self._check_columns(one, rows)
 
     def complete(self, rows: Sequence[BatchRow], prompt_ids: list[list[int]], alone: Complete) -> list[list[int]]:
-        for one in self._of("complete", in_training=True):
-            return one.complete(rows, prompt_ids, alone)
-        return alone(prompt_ids)
+        (one,) = self._of("complete")
+        return one.complete(rows, prompt_ids, alone)
 
     def generated(self, batch: Generated) -> None:
         for one in self._of("generated"):
