@@ -6,9 +6,6 @@ import re
 
 import pytest
 from support import tiny
-from transformers import ProgressCallback, TrainerControl, TrainerState
-
-from trl_opsd.progress import Progress
 
 COLUMNS = ["step", "divergence", "reward", "length", "tokens/s", "s/step", "gen", "score", "train", "GiB"]
 
@@ -40,21 +37,3 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     assert evaluated.split()[:3] == ["eval", f"{logged[3]['eval_divergence/mean']:#.4g}", "1.000"]
     assert re.fullmatch(r"3 steps in \d+\.\d s", last)
     assert max(map(len, (header, third, evaluated))) <= 80, "fits a terminal"
-
-
-def test_callbacks_of_a_user_stay(make_trainer):
-    mine = ProgressCallback()
-    trainer = make_trainer(callbacks=[mine], disable_tqdm=False)
-    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
-    assert [type(one) for one in found] == [ProgressCallback, Progress]
-    assert found[0] is mine
-
-
-def test_other_processes_show_nothing(capsys):
-    shown, state, control = Progress(), TrainerState(is_world_process_zero=False, max_steps=2), TrainerControl()
-    shown.on_train_begin(None, state, control)
-    shown.on_log(None, state, control, logs={"loss": 1.0, "divergence/mean": 1.0})
-    with shown.during("teach"):
-        pass
-    shown.on_train_end(None, state, control)
-    assert capsys.readouterr() == ("", "")

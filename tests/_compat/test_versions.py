@@ -1,4 +1,4 @@
-"""Versions that users may install, and the warning about others."""
+"""Versions of libraries, which addresses are those of this machine, and what is sent as a token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from accelerate import PartialState
 from packaging.specifiers import SpecifierSet
 
 from trl_opsd._compat import versions
+from trl_opsd._compat.urls import ROLLOUT_TOKEN, is_this_machine, token_header
 from trl_opsd.prepare import checked_options
 
 pytestmark = pytest.mark.quick
@@ -72,3 +73,23 @@ def test_library_outside_its_bounds_warns_without_options_too(bounds, monkeypatc
     [said] = [one.getMessage() for one in caplog.records if one.name == versions.__name__]
     assert "transformers 9.0 (expected transformers<5.25,>=5.10.4)" in said
     assert said.endswith("To install what was tested: pip install 'transformers<5.25,>=5.10.4'")
+
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_client_of_an_unspecified_address_stays_on_this_machine():
+    assert all(map(is_this_machine, ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "::")))
+    assert not any(map(is_this_machine, (None, "", "10.0.0.1", "gpu", "localhost.evil.example", "2130706433")))
+
+
+def test_a_token_is_sent_as_it_is_or_refused(monkeypatch):
+    monkeypatch.delenv(ROLLOUT_TOKEN, raising=False)
+    assert token_header(ROLLOUT_TOKEN) == {}
+    monkeypatch.setenv(ROLLOUT_TOKEN, "s3cret")
+    assert token_header(ROLLOUT_TOKEN) == {"Authorization": "Bearer s3cret"}
+    for wrong in ("two words", "line\n", "schlüssel"):
+        monkeypatch.setenv(ROLLOUT_TOKEN, wrong)
+        with pytest.raises(ValueError, match=f"{ROLLOUT_TOKEN} contains spaces, line breaks") as error:
+            token_header(ROLLOUT_TOKEN)
+        assert wrong not in str(error.value)

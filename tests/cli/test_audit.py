@@ -176,24 +176,12 @@ def test_environments_are_the_same_tasks_whoever_acts(make_trainer):
     assert all(len(set(seeds)) == 1 for seeds in SEEDS.values())
 
 
-def test_completions_of_an_audit_are_not_logged(make_trainer):
-    trainer = make_trainer(**OPTIONS, log_completions=True)
-    audit(trainer, 4)
-    assert not trainer._logs["completion"]
-    assert trainer.log_completions
-
-
 def test_floor_of_a_server_of_tokens_is_its_noise(make_trainer, tmp_path):
     tiny.save_pair(tmp_path)
     with pretended(tiny.qwen2(48, seed=1), kind=Scoring, words=WORDS) as server:
         asked = {"teacher_server_targets": "teacher_top_k", "teacher_server_top_k": 8}
         trainer = make_trainer(teacher_model=str(tmp_path / "teacher"), teacher_server_url=server.url, **asked)
         assert audit(trainer, 8).floor == trainer.teachers.noise
-
-
-def test_too_few_rows_are_refused(make_trainer):
-    with pytest.raises(ValueError, match="3 rows of the `train_dataset`: expected at least 4"):
-        audit(make_trainer(**OPTIONS), 3)
 
 
 # ---- Verdicts -------------------------------------------------------------------------------------------------------

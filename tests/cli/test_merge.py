@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from support import tiny
 from transformers import AutoModelForCausalLM
 
-from trl_opsd.cli.merge import AFTER, AVERAGE, BEFORE, Experts, Metric, experts_of, table
+from trl_opsd.cli.merge import AFTER, AVERAGE, BEFORE, Experts, Metric, table
 from trl_opsd.cli.train import main
 from trl_opsd.teacher.build import average_of
 
@@ -97,12 +97,6 @@ def test_everybody_is_measured_and_the_student_is_trained(disk, tmp_path, capsys
     assert {"rewards/one/mean", "rewards/two/mean"} & {name for row in trainer.state.log_history for name in row}
 
 
-def test_a_dry_run_measures_nothing(disk, tmp_path, capsys):
-    main(["--config", file(disk, tmp_path), "--dry_run"])
-    assert "optimizer step succeeded" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()
-
-
 def test_an_average_merges_adapters(disk, tmp_path):
     adapted = get_peft_model(
         loaded(disk / "base"), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
@@ -163,13 +157,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 def test_a_wrong_file_is_refused(disk, tmp_path, named, more):
     with pytest.raises(ValueError, match=named):
         main(["--config", file(disk, tmp_path, **more)])
-
-
-def test_rows_are_held_out_where_no_test_is_named():
-    rows = tiny.Dataset.from_dict({"prompt": [f"{number}" for number in range(40)]})
-    experts = Experts(experts_of({"a": WHOLE, "b": OTHER}), lambda _: {"train": rows}, [len, len], 0)
-    held, trained = ({*part["prompt"]} for part in (experts.data()["test"]["a"], experts.data()["train"]))
-    assert (len(held), len(trained), held & trained) == (4, 36, set())
 
 
 def test_a_resume_measures_the_student_alone(disk, tmp_path):

@@ -12,7 +12,7 @@ from support import tiny, tool_calls, vision_language
 from support.measured_sampler import Told
 from support.rollouts import Answering, Apart
 
-from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd import HFRollout
 from trl_opsd.losses import SampledReverseKL
 from trl_opsd.methods import OffPolicy
 from trl_opsd.methods.rewards import Rewards
@@ -194,13 +194,3 @@ def test_importance_weights_are_of_tokens_whose_sampler_is_known(make_trainer):
     assert float(found) == pytest.approx(float(loss), rel=1e-5)
     for (name, one), other in zip(trainer.model.named_parameters(), student.parameters(), strict=True):
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=2e-4, atol=2e-6, msg=name)
-
-
-def test_authors_are_known_where_a_row_is_stopped_by_its_length(make_trainer):
-    """The limit is of what is generated."""
-    trainer = make_trainer(cls=OPSDTrainer, rollout=HFRollout(), train_dataset=columns(), max_completion_length=2)
-    rollout = trainer.score(list(columns())).rollout
-    own = ((rollout.authors == Author.STUDENT) & (rollout.completion_mask != 0)).sum(1)
-    assert own.max() == 2
-    given = ((rollout.authors == Author.DATASET) & (rollout.completion_mask != 0)).sum(1)
-    assert given.tolist() == [len(WORDS(one or "")["input_ids"]) for one in BEGUN]

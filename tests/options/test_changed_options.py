@@ -1,4 +1,4 @@
-"""Options that are changed after the config was made, or after the trainer was built: they work, or are refused."""
+"""Options that are changed after construction, and what is said of options without effect when a trainer is built."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from datasets import Dataset
 from support import tiny
 
-from trl_opsd import OPSDConfig
+from trl_opsd import HFRollout, OPSDConfig
 from trl_opsd.losses import ForwardKL
 from trl_opsd.options.table import check_same_options, shared_options
 
@@ -86,3 +87,53 @@ def test_options_that_differ_between_processes_are_refused(tmp_path):
     check_same_options([mine, dict(mine)])
     with pytest.raises(ValueError, match="`seed` is 43 in process 1 and 42 in process 0, but all processes train one"):
         check_same_options([mine, {**mine, "seed": 43}])
+
+
+# ---- A teacher that is the student ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "seed", "warnings"), [(32, 0, 1), (48, 1, 0)])
+def test_first_divergence_of_zero_warns_once(trained, caplog, width, seed, warnings):
+    trained(model=tiny.qwen2(32, 0), teacher_model=tiny.qwen2(width, seed), max_steps=2)
+    assert caplog.text.count("The first divergence is 0") == warnings
+
+
+# ---- What may be trained --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 0.0},
+        {"max_steps": 0},
+        {"num_train_epochs": 0, "max_steps": -1},
+        {"per_device_train_batch_size": 8},
+    ],
+)
+def test_trainer_that_only_evaluates_may_be_frozen(make_trainer, options):
+    trainer = make_trainer(
+        model=tiny.qwen2().requires_grad_(False), train_dataset=None, eval_dataset=tiny.rows(), **options
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_divergence_may_be_assigned_by_name(make_trainer):
+    trainer, expected = make_trainer(), make_trainer(divergence="forward_kl")
+    trainer.divergence = "forward_kl"
+    assert trainer.divergence == expected.divergence
+    assert trainer.train().training_loss == expected.train().training_loss
+    with pytest.raises(ValueError, match="forward_kl"):
+        trainer.divergence = "forwardkl"
+
+
+def test_an_evaluation_of_no_rows_is_refused(make_trainer):
+    trainer = make_trainer()
+    for run in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="the dataset is empty: pass one with rows"):
+            run(tiny.rows(0))
+
+
+def test_teacher_text_beside_student_messages_warns(make_trainer, caplog):
+    rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
+    make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
+    assert "The prompts are text for the teacher but messages for the student" in caplog.text

@@ -1,15 +1,19 @@
-"""A phase that takes too long is reported with the stacks of all threads; nothing else is printed, nothing is ended."""
+"""Phases that take too long are reported, and random states are left as they were."""
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.parallel.failure import Watchdog
+from trl_opsd.parallel.rng import preserved_rng
 
 LONG = 1.0
 """Seconds: several times the timeout of the watchdogs here and the time to print their stacks."""
@@ -55,3 +59,18 @@ def test_phases_are_not_watched_by_default(make_trainer):
     before, trainer = threading.active_count(), make_trainer()
     with trainer.phase("teach"):
         assert threading.active_count() == before
+
+
+def test_random_states_are_restored_after_an_exception():
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+
+    def draw_and_fail():
+        with preserved_rng(torch.device("cpu")):
+            torch.rand(3), random.random(), np.random.rand()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        draw_and_fail()
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert (before[2] == np.random.get_state()[1]).all()

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from datasets import IterableDataset
 from huggingface_hub import HfApi, ModelCard, RepoUrl
-from peft import LoraConfig
 from support import tiny
 
-from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd import OPSDTrainer
 
 pytestmark = pytest.mark.quick
 
@@ -52,26 +51,6 @@ def test_models_steps_and_options_are_those_of_the_run(make_trainer, tmp_path):
     assert {name: found[name] for name in expected} == expected
 
 
-def test_generation_config_of_the_student_is_named(make_trainer):
-    student = tiny.qwen2()
-    student.generation_config.update(suppress_tokens=[5], num_beams=2, min_p=0.25, top_k=7, max_length=40)
-    found = parts(make_trainer(model=student, rollout=HFRollout()))["completions"]
-    assert {"at most 24 tokens", "top_k 0", "min_p 0.25", "num_beams 2", "suppress_tokens [5]"} <= {*found.split(", ")}
-    found = parts(make_trainer(model=student, generation_kwargs={"suppress_tokens": [6]}, rollout=None))
-    assert "suppress_tokens [6]" in found["completions"]
-    assert "suppress" not in parts(make_trainer(model=student))["completions"], "another rollout does not read it"
-
-
-def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
-    given = {"per_device_train_batch_size": 4, "num_generations": 2, "gradient_accumulation_steps": 3}
-    trainer = make_trainer(**given)
-    left = "2 dropped per epoch: they do not fill a step of 6 prompts"
-    assert parts(trainer)["rows"] == f"8 in train_dataset, {left}"
-    assert len({row["prompt"] for call in trainer.get_train_dataloader() for row in call}) == 8 - 2
-    assert parts(make_trainer(**given, train_dataset=tiny.rows(6)))["rows"] == "6 in train_dataset"
-    assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
-
-
 def test_prompts_of_student_and_teacher_and_unread_columns_are_shown(make_trainer):
     rows = (
         tiny.rows().add_column("teacher_prompt", ["so: " + row for row in tiny.PROMPTS]).add_column("id", [*range(8)])
@@ -84,31 +63,6 @@ def test_prompts_of_student_and_teacher_and_unread_columns_are_shown(make_traine
 
 
 # ---- The banner ------------------------------------------------------------------------------------------------------
-
-
-def test_banner_is_printed_once_when_training_begins(make_trainer, capsys):
-    trainer = make_trainer(save_strategy="steps", save_steps=1, max_steps=2)
-    assert "OPSDTrainer\n" not in capsys.readouterr().out
-    trainer.train()
-    assert capsys.readouterr().out.count("OPSDTrainer\n  student ") == 1
-    trainer.evaluate(tiny.rows(2))
-    assert "OPSDTrainer\n" not in capsys.readouterr().out
-    make_trainer(max_steps=3).train(resume_from_checkpoint=True)
-    assert "accumulation steps; 2 done" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_stream_is_not_read_to_be_described(make_trainer):
-    reads = []
-
-    def rows():
-        for row in tiny.rows():
-            reads.append(row)
-            yield row
-
-    trainer = make_trainer(train_dataset=IterableDataset.from_generator(rows))
-    reads.clear()  # construction looks at a stream's columns
-    assert parts(trainer)["rows"] == "train_dataset, a stream"
-    assert not reads
 
 
 @pytest.mark.refusal
@@ -126,19 +80,6 @@ def card_of(trainer, **given) -> ModelCard:
     card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
     assert "None" not in card.text
     return card
-
-
-def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "a fine-tuned version of LlamaForCausalLM, " in card_of(make_trainer(model=tiny.llama())).text
-    tiny.save_pair(tmp_path)
-    paths = {"model": str(tmp_path / "student"), "teacher_model": str(tmp_path / "teacher"), "output_dir": "here"}
-    card = card_of(make_trainer(**paths, peft_config=LoraConfig(r=4, target_modules="all-linear")))
-    assert "# Model Card for here" in card.text
-    assert "a fine-tuned version of Qwen2ForCausalLM 'student' with an adapter, " in card.text
-    assert "- Teacher: Qwen2ForCausalLM 'teacher', " in card.text
-    assert str(tmp_path) not in str(card), "whose folders these are is nobody's business"
-    assert card.data.base_model is None
 
 
 def test_the_card_shows_no_addresses_of_servers(make_trainer, monkeypatch):

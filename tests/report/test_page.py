@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
-from trl_opsd.report.page import charts, picture, write
+from trl_opsd.report.page import charts, write
 from trl_opsd.report.samples import Recorded, Sample, Token, append, recorded_in, tell
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -77,17 +76,6 @@ def test_curves_are_numbers_of_the_log():
 
 
 @pytest.mark.quick
-def test_picture_draws_every_curve_and_loads_nothing():
-    for chart in charts(LOG):
-        svg = picture(chart)
-        ET.fromstring(svg)
-        assert not re.search(r"(href|src)=|url\((?!#)", svg)
-        lines = re.findall(r'aria-roledescription="line mark"', svg)
-        assert len(lines) == len(chart.frame.columns), chart.title
-        assert chart.frame.columns[0] in svg
-
-
-@pytest.mark.quick
 def test_text_of_models_is_escaped(made):
     text = made(RECORDED, LOG, a=HOSTILE)
     assert text.count("<script") == 1
@@ -108,20 +96,6 @@ def test_tool_answers_stand_between_turns_and_are_no_tokens(made):
         *("step 0", "a", "b", "c", " tool", "…"),
         *("step 9, turn 1", "a", "b", "&lt;|im_start|&gt;user\n7", "step 9, turn 2", "c", " tool", "…"),
     ]
-
-
-@pytest.mark.quick
-def test_first_and_last_samples_are_beside_each_other_if_prompts_are_equal(made):
-    images = [Recorded(step, "seen", (Sample("x", None, (), False),) * 2) for step in (0, 9)]
-    text = made([*RECORDED, *images], LOG, student="<b>small</b>")
-    steps = [
-        [re.findall(r"<h4>step (\d+)", article) for article in split.split("<article")[1:]]
-        for split in text.split("<h3>")[1:]
-    ]
-    assert steps == [[["0", "100"]], [["0", "9"], ["0", "9"]], [["0"], ["99", "99"]]], (
-        "training last, whose steps have other prompts; of two turns the last"
-    )
-    assert "<dt>student</dt><dd>&lt;b&gt;small&lt;/b&gt;</dd>" in text
 
 
 def test_recorded_samples_round_trip(tmp_path):
@@ -230,21 +204,6 @@ def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address):
     assert panel.is_hidden()
     assert len(view.pdf()) > 10_000
     assert not wrong
-
-
-def test_a_conversation_is_read_turn_by_turn(browser, tmp_path):
-    append(tmp_path, Recorded(0, "eval", (replace(sample("a", "b", "c"), answers=((2, HOSTILE + " word" * 200),)),)))
-    view = browser.new_page(viewport={"width": 320, "height": 800})
-    view.goto(write(tmp_path, log=[]).as_uri())
-    assert view.title() == f"{tmp_path.name}: on-policy distillation"
-    assert view.evaluate("document.documentElement.scrollWidth") <= 320
-    answer = view.locator(".tool pre")
-    assert answer.inner_text() == HOSTILE + " word" * 200
-    said = []
-    for key in ("Tab", "ArrowRight", "ArrowRight", "Tab", "ArrowLeft"):
-        view.keyboard.press(key)
-        said.append(view.evaluate("document.activeElement.textContent"))
-    assert said == ["a", "b", "b", "c", "c"], "arrows stay in a turn, Tab goes to the next"
 
 
 SHOWN = """one => {

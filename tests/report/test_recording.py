@@ -8,14 +8,11 @@ from zlib import crc32
 
 import pytest
 import torch
-from datasets import Dataset, Features, List
-from datasets import Image as ImageFeature
+from datasets import Dataset
 from environments.worlds import END, call, given, rows
-from PIL import Image
-from support import tiny, vision_language
+from support import tiny
 
-from trl_opsd import FixedRollout, HFRollout
-from trl_opsd.report.page import write
+from trl_opsd import FixedRollout
 from trl_opsd.report.samples import CHUNK, TEXT, TOKENS, log_of, recorded_in
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
@@ -116,23 +113,6 @@ def test_evaluation_joins_next_training_and_second_training_replaces_it(make_tra
     assert [(one.split, one.step) for one in recorded_in(tmp_path)] == [("train", 0), ("train", 2)]
 
 
-def test_evaluation_alone_leaves_report_of_training_unchanged(make_trainer, tmp_path):
-    make_trainer(report=True, logging_steps=1, **EVALUATES).train()
-    log, page = log_of(tmp_path), (tmp_path / "report.html").read_text()
-    assert max(one["step"] for one in log) == 3
-    make_trainer(report=True, eval_dataset=tiny.rows(4)).evaluate()
-    assert log_of(tmp_path) == log
-    assert write(tmp_path).read_text() == page
-
-
-def test_evaluation_datasets_are_recorded_apart_and_predictions_not(make_trainer, tmp_path):
-    trainer = make_trainer(report=True, eval_dataset={"even": tiny.rows(2), "odd": tiny.rows(4)})
-    trainer.predict(tiny.rows(8).select([5, 6]))
-    trainer.evaluate()
-    seen = [(one.split, {sample.prompt for sample in one.samples}) for one in recorded_in(tmp_path)]
-    assert seen == [("eval_even", set(tiny.PROMPTS[:2])), ("eval_odd", set(tiny.PROMPTS[:4]))]
-
-
 def test_privileged_context_is_not_in_the_report(make_trainer, tmp_path):
     rows = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": ["the secret is 7"] * 8})
     trainer = make_trainer(
@@ -145,35 +125,6 @@ def test_privileged_context_is_not_in_the_report(make_trainer, tmp_path):
     assert any(token.divergence > 0 for one in found[-1].samples for token in one.tokens)
     for file in [*(tmp_path / "report").iterdir(), tmp_path / "report.html"]:
         assert "secret" not in file.read_text(), file.name
-
-
-def test_each_sample_names_its_teacher(make_trainer, tmp_path):
-    rows = Dataset.from_dict({"prompt": tiny.PROMPTS[:2], "teacher": ["b", "a"]})
-    teachers = {"a": tiny.qwen2(48, seed=1), "b": tiny.qwen2(32, seed=0)}  # b is the student as it begins
-    trainer = make_trainer(report=True, teacher_model=teachers, train_dataset=rows, eval_dataset=rows)
-    trainer.evaluate()
-    [found] = recorded_in(tmp_path)
-    by_prompt = {one.prompt: one for one in found.samples}
-    assert [by_prompt[prompt].teacher for prompt in tiny.PROMPTS[:2]] == ["b", "a"]
-    same, other = ([token.divergence for token in by_prompt[prompt].tokens] for prompt in tiny.PROMPTS[:2])
-    assert max(same) < 1e-5 < min(other)
-
-
-def test_images_tell_prompts_apart(trained, tmp_path):
-    colours = [["red"], [], ["lime", "blue"], ["yellow"]]
-    images = [[Image.new("RGB", (400, 100), one) for one in each] for each in colours]
-    prompts = [[{"role": "user", "content": "Which colour?"}]] * 4
-    features = Features({"prompt": vision_language.rows([0]).features["prompt"], "images": List(ImageFeature())})
-    rows = Dataset.from_dict({"prompt": prompts, "images": images}, features=features)
-    given = {**EVALUATES, **vision_language.arguments(), "train_dataset": rows, "eval_dataset": rows}
-    trained(report=True, rollout=HFRollout(), max_completion_length=4, **given)
-    for found in [one for one in recorded_in(tmp_path) if one.split == "eval"]:
-        assert sorted(sample.prompt.count("⟨image, 4 tokens⟩") for sample in found.samples) == [0, 1, 1, 2]
-        assert not any("<image>" in sample.prompt for sample in found.samples)
-    page = (tmp_path / "report.html").read_text()
-    of_evaluations, of_training = page.split("<h3>")[1:]
-    assert of_evaluations.count("<article") == 4
-    assert "<article" in of_training
 
 
 def test_tokens_outside_loss_have_no_divergence(make_trainer, tmp_path):
