@@ -237,7 +237,6 @@ def prepare(
     _check_columns(datasets, args, intake, needs_column and not differs)
     columns = tuple(row_columns)
     if args.lmbda < 1 and not args.seq_kd:
-        _check_completions(train_dataset)
         _check_given({"train_dataset": train_dataset}, COMPLETION)
         columns = (*columns, COMPLETION, TOKENS)
     _check_given(datasets, PREFIX)
@@ -388,19 +387,12 @@ def _check_columns(
             check_train_size(dataset, args)
 
 
-def _check_completions(dataset: AnyDataset | None) -> None:
-    """Checks the completions that `lmbda` below 1 learns from, as far as they can be read ahead."""
-    columns = columns_of(dataset)
-    if columns is not None and COMPLETION not in columns:
-        raise ValueError(
-            f"`lmbda` below 1 trains on a column 'completion', but train_dataset has only {columns}: add it, or set "
-            "`lmbda=1`."
-        )
-
-
 def _check_given(datasets: Mapping[str, AnyDataset | None], column: str) -> None:
     """Checks completions, or their beginnings, as far as they can be read ahead."""
     for where, dataset in datasets.items():
+        columns = columns_of(dataset)
+        if column == COMPLETION and columns is not None and column not in columns:
+            check_completion({}, where)
         if isinstance(dataset, Dataset) and column in dataset.column_names and not has_transform(dataset):
             for number, row in enumerate(dataset.with_format(None).select_columns(["prompt", column])):
                 if row[column] is not None or column == COMPLETION:

@@ -169,7 +169,7 @@ def second(column: str, value: Any, prompt: Any = GOOD, first: Any = None) -> Da
 
 
 COMPLETED: list[tuple[str, list[Any]]] = [
-    ("row 1 .* expected those of the assistant, and of tools .* up to one of the assistant", [call(), UNASKED]),
+    ("row 1 .* expected those of the assistant and its tools, up to assistant", [call(), UNASKED]),
     ("row 1 .*'user', 'assistant'.: expected those of the assistant", [ANSWER, *GOOD, ANSWER]),
     ("row 1 .*: message 2 is of a tool, but", [ANSWER, UNASKED, ANSWER]),
     ("row 1 .*: message 1: the arguments of a call are text that is no JSON", [call("{'a': 2}"), UNASKED, ANSWER]),
@@ -179,7 +179,7 @@ BEGUN: list[tuple[str, Any]] = [
     ("completion_prefix in row 1 of train_dataset is a list without messages", []),
     ("row 1 .* ends with an empty message", [{"role": "assistant", "content": ""}]),
     ("row 1 .* ends with calls without answers", [call()]),
-    ("row 1 .* up to one of the assistant or tool", [ANSWER, *GOOD]),
+    ("row 1 .* up to assistant or tool", [ANSWER, *GOOD]),
     ("row 1 .* ends with '<.im_e', in the middle of '<.im_end.>'", "so <|im_e"),
     ("row 1 .* ends with '<.im_e', in the middle of", [call(), UNASKED, {"role": "assistant", "content": "so <|im_e"}]),
     ("row 1 .* contains the end of a completion", "so<|im_end|> it"),
@@ -211,8 +211,9 @@ def test_what_could_not_be_learned_or_continued_is_refused_before_loading(refuse
 
 
 def test_a_beginning_that_leaves_no_room_or_templates_without_tools_are_refused(refuses):
-    rows = second("completion_prefix", LONG, "a", LONG)
-    refuses("prompt with the completion_prefix in row 0 of the batch of step 1 has 501", {"train_dataset": rows})
+    for kind in ("a", GOOD):
+        rows = second("completion_prefix", LONG, kind, "so")
+        refuses("row 1 of train_dataset, with its completion_prefix, has 5", {"train_dataset": rows})
     rows = second("completion_prefix", "so", first="so")
     template = words(chat_template="{{ raise_exception('no') if messages[2:] }}{{ messages[0].content }}")
     given = {"train_dataset": rows, "tools": [tiny.add], "processing_class": template}

@@ -153,6 +153,26 @@ def test_images_come_before_a_beginning(trained):
     torch.testing.assert_close(tiny.weights(found), tiny.weights(whole), rtol=0, atol=2e-6)
 
 
+def test_rows_whose_beginning_leaves_no_room_are_dropped(make_trainer):
+    begun = Dataset.from_dict({"prompt": ["a"] * 4, "completion_prefix": ["so", "long " * 60, None, "it"]})
+    trainer = make_trainer(train_dataset=begun, rollout=HFRollout(), overlong_prompts="drop")
+    assert trainer.train_dataset["completion_prefix"] == ["so", None, "it"]
+    stream = make_trainer(train_dataset=begun.to_iterable_dataset(), rollout=HFRollout(), overlong_prompts="drop")
+    assert [row["completion_prefix"] for row in stream.train_dataset] == ["so", None, "it"]
+
+
+def test_a_call_at_the_end_of_a_prompt_is_not_lost(make_trainer):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    rows = Dataset.from_list([{"prompt": [OPEN[0], call]}] * 2, on_mixed_types="use_json")
+    roomy = {
+        "model": tiny.qwen2(32, max_position_embeddings=2000),
+        "teacher_model": tiny.qwen2(48, 1, max_position_embeddings=2000),
+    }
+    trainer = make_trainer(processing_class=tool_calls.words(), train_dataset=rows, rollout=HFRollout(), **roomy)
+    (ids, _) = trainer.prompt_ids_of(trainer.teaching.read_rows(list(rows)))
+    assert trainer.processing_class.decode(ids).count("<tool_call>") == 1
+
+
 def test_a_resumed_run_goes_on_alike(trained, tmp_path):
     options = {**OPTIONS, "train_dataset": columns(), "rollout": HFRollout(), "max_completion_length": 6}
     whole = trained(**options, save_strategy="steps", save_steps=1)

@@ -151,7 +151,7 @@ def test_dataset_completions_are_cut_like_rollouts(trained):
 
 
 REFUSED = [
-    (tiny.rows(), "trains on a column 'completion', but train_dataset has only", ValueError),
+    (tiny.rows(), "train_dataset has no column 'completion', which `lmbda` below 1 needs", ValueError),
     (tiny.rows(2).add_column("completion", ["a", None]), "in row 1 of train_dataset is None", TypeError),
     (tiny.rows(2).add_column("completion", ["a", ""]), "in row 1 of train_dataset is empty", ValueError),
     (tiny.rows(2).add_column("completion", CHAT[:2]), "is messages, but the prompt is text", ValueError),

@@ -154,10 +154,7 @@ def check_completion(row: Mapping[str, Any], where: str, column: str = COMPLETIO
         last = ("assistant", "tool") if is_beginning else ("assistant",)
         roles, calls = [one["role"] for one in given], given[-1].get("tool_calls")
         if roles[0] != "assistant" or roles[-1] not in last or not {*roles} <= {"assistant", "tool"}:
-            wrong = (
-                f"has messages of the roles {roles}: expected those of the assistant, and of tools that it has called"
-            )
-            wrong += f", up to one of the {' or '.join(last)}"
+            wrong = f"has the roles {roles}: expected those of the assistant and its tools, up to {' or '.join(last)}"
         elif is_beginning and roles[-1] == "assistant" and (calls or not given[-1]["content"]):
             wrong = f"ends with {'calls without answers' if calls else 'an empty message'}: remove that, or give `None`"
     if wrong:

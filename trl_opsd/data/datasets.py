@@ -217,7 +217,7 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
             if dropped is not None and not limits.fits(tokens):
                 gone.append(number)
             else:
-                limits.check(tokens, largest_id, reader.prompt_of(request).where)
+                limits.check(tokens, largest_id, reader.context_of(request).where)
     if dropped is None or not gone:
         return rows
     dropped[rows.where] += len(gone)
@@ -270,7 +270,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
     """[rows, 2]: the number of tokens of each row's prompt and their largest id."""
     counts, kind = [], None
     for requests in _requests(rows, numbers, reader.of.intake):
-        prompts = [reader.prompt_of(request) for request in requests.values()]
+        prompts = [reader.context_of(request) for request in requests.values()]
         kind = reader.check_kind(prompts, kind)
         counts += [(len(ids), max(ids, default=0)) for ids in reader.token_ids(prompts)]
     return np.array(counts, np.int64).reshape(-1, 2)
@@ -314,7 +314,7 @@ def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any],
 
     def stays(row: dict[str, Any]) -> bool:
         request = reader.of.intake.read(row, f"a row of the stream {where}")
-        prompts = [reader.prompt_of(request)]
+        prompts = [reader.context_of(request)]
         reader.check_kind(prompts)
         fits = reader.limits_of(request).fits(len(reader.token_ids(prompts)[0]))
         if not fits:

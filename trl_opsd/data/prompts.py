@@ -88,13 +88,22 @@ class Prompt:
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from error
 
+    def begun(self, beginning: Any) -> Prompt:
+        """It and the beginning of a completion, text or messages, as one prompt; `None` adds nothing."""
+        if self.kind == "messages" and isinstance(beginning, str):
+            beginning = [{"role": "assistant", "content": beginning}]
+        if type(beginning) is not type(self.value):
+            return self
+        whole = Prompt.of(self.value + beginning, f"{self.where}, with its {PREFIX},")
+        return replace(self, value=whole.value, where=whole.where, template=whole.template)
+
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
         """Checks a prompt."""
         kind = check_prompt(value, where)
         if kind == "text":
             return cls(value, kind, where)
-        goes_on = value[-1]["role"] == "assistant"
+        goes_on = value[-1]["role"] == "assistant" and not value[-1].get("tool_calls")
         template = {"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}
         return cls(tidy(value, where), kind, where, has_images=bool(places(value)), template=template)
 

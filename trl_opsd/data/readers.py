@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, tokens_in
-from trl_opsd.data.prompts import CONTRAST, PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
+from trl_opsd.data.prompts import CONTRAST, PREFIX, PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
 from trl_opsd.data.tokenization import (
     added_at_end,
     at_most_one_token_per_byte,
@@ -100,6 +100,10 @@ class Reader:
             return request.student
         return self.read_by(request.teacher, request.of_teacher)
 
+    def context_of(self, request: Request) -> Prompt:
+        """What is read before a completion, or before what is generated of it."""
+        return self.prompt_of(request).begun(request.columns.get(PREFIX))
+
     def read_by(self, teacher: str, prompt: Prompt) -> Prompt:
         """A prompt that this teacher's tokenizer reads, if it has its own."""
         return replace(prompt, processor=teacher) if teacher in self.of.tokenizers else prompt
@@ -139,7 +143,7 @@ class Reader:
     def columns(self) -> tuple[str, ...]:
         """Columns that prompts are built from."""
         theirs = (*(CONTRAST if self.is_contrast else PRIVILEGED), *TEACHER_IMAGE_COLUMNS) if self.is_teachers else ()
-        return ("prompt", *IMAGE_COLUMNS, *theirs)
+        return ("prompt", PREFIX, *IMAGE_COLUMNS, *theirs)
 
     @property
     def copies(self) -> int:

@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
 from trl_opsd.data.images import begin_reading, places
-from trl_opsd.data.prompts import PREFIX, Row
+from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
 from trl_opsd.loop import fingerprint
@@ -137,10 +137,8 @@ class Teaching:
             return None
         remedy = "set `vllm_max_model_length`, by default that of the first datasets"
         limits = replace(limits, reader="the engine", remedy=remedy)
-        begins = any(PREFIX in (columns_of(one.dataset) or ()) for one in rows.values())
-        grows = self._host.tools or self._given.environments is not None or begins
-        if args.vllm_max_model_length is not None or grows:
-            return limits  # tools, environments and beginnings of completions add to prompts
+        if args.vllm_max_model_length is not None or self._host.tools or self._given.environments is not None:
+            return limits  # tools and environments add to prompts
         most = _ROOMY
         for one in rows.values():
             found = longest(one, self.readers.student, most)
