@@ -1,4 +1,4 @@
-"""Rows with images are learned from as each alone in float64, also from a teacher that sees others."""
+"""Rows with images are learned from as each alone in float64, also where a teacher sees others; text, as in TRL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from support import tiny, vision_language
+from support import parity, tiny, vision_language
 from support.rollouts import Answering
 from support.vision_language import answer, rows
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoProcessor, Gemma3ForConditionalGeneration, Gemma3Processor, GenerationConfig
+from trl import DistillationConfig
 
-from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.types.rollout import cut_after_end
 
 SHORT = ("gemma3", "qwen2_5_vl")
@@ -191,3 +192,62 @@ def test_a_checkpoint_is_resumed_and_the_best_one_loaded(trained, tmp_path):
     best = type(ended.model).from_pretrained(ended.state.best_model_checkpoint)
     for mine, expected in zip(ended.model.parameters(), best.parameters(), strict=True):
         assert torch.equal(mine, expected)
+
+
+# ---- On text ---------------------------------------------------------------------------------------------------------
+
+
+WIDTHS = {"model": (32, 0), "teacher_model": (48, 1)}
+ON_TEXT = [("gemma3", False, True), ("gemma4", False, False), ("qwen2_vl", True, False)]
+MORE_ON_TEXT = [(one, False, False) for one in vision_language.FAMILIES if one != "gemma4"]
+MORE_ON_TEXT += [("gemma3", True, True), ("gemma4", True, False), ("mistral3", True, False)]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "sees"), [*ON_TEXT, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE_ON_TEXT)]
+)
+def test_training_on_text_equals_trl(tmp_path, family, lora, sees):
+    """With a processor where it sees, else with a tokenizer alone."""
+    options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
+
+    def run(cls: type, config: type) -> Any:
+        given = {"peft_config": LoraConfig(r=4, target_modules=LAYERS) if lora else None}
+        models = {name: vision_language.model(family, *of) for name, of in WIDTHS.items()}
+        return parity.trained(
+            cls, config(**options), **(vision_language.arguments(family) if sees else models), **given
+        )
+
+    trls, ours = run(parity.Replaying, DistillationConfig), run(OPSDTrainer, OPSDConfig)
+    assert parity.losses(trls).std() > 0
+    assert (parity.losses(trls) - parity.losses(ours)).abs().max() <= 1e-5
+    torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=1e-5)
+    assert ours.args.ddp_find_unused_parameters is (None if lora else True), "text leaves the vision tower untrained"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+def test_image_placeholders_are_never_generated(make_trainer, family):
+    student = vision_language.model(family, 32, 0)
+    trainer = make_trainer(model=student, rollout=HFRollout(), generation_kwargs={"do_sample": False})
+    prompts = trainer.tokenize(tiny.PROMPTS[:2])
+    before = trainer.complete(prompts)
+    with torch.no_grad():
+        weight = student.get_output_embeddings().weight
+        weight[vision_language.PLACEHOLDER] = 2 * weight[before[0][0]]
+    assert trainer.complete(prompts) == before
+    trainer.generation_config.suppress_tokens = [7]  # further suppressed tokens do not replace it
+    assert vision_language.PLACEHOLDER not in {token for ids in trainer.complete(prompts) for token in ids}
+    assert trainer.placeholders == [vision_language.PLACEHOLDER]
+
+
+def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_path):
+    given = vision_language.arguments("gemma3")
+    for part in ("model", "processing_class"):
+        given[part].save_pretrained(tmp_path / "student")
+    rows = tiny.rows().add_column("images", [[]] * 8).add_column("image", [None] * 8)
+    given |= {"model": str(tmp_path / "student"), "processing_class": None, "train_dataset": rows}
+    options = {"save_strategy": "steps", "save_steps": 3, "remove_unused_columns": False}
+    trainer = parity.trained(OPSDTrainer, tiny.config(tmp_path / "out", **options), **given)
+    again = AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-3")
+    assert isinstance(again, Gemma3Processor)
+    assert again.tokenizer.get_vocab() == trainer.processing_class.get_vocab()
+    assert Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out" / "checkpoint-3")
