@@ -72,10 +72,7 @@ def test_each_process_gets_the_rows_of_trl_in_each_epoch(make_trainer, monkeypat
 def test_a_checkpoint_of_trl_is_resumed_by_its_path(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
     whole = trained(Replaying, DistillationConfig(**tiny.options(tmp_path / "out", **saving)))
-    others = {
-        "model": tiny.qwen2(32, seed=5),
-        "teacher_model": tiny.qwen2(48, seed=1),
-    }
+    others = {"model": tiny.qwen2(32, seed=5), "teacher_model": tiny.qwen2(48, seed=1)}
     ours = made(OPSDTrainer, OPSDConfig(**tiny.options(tmp_path / "out", **saving)), **others)
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*-3 .*resumed only by its path"):
         ours.train(resume_from_checkpoint=True)

@@ -44,13 +44,18 @@ def oracle(trainer, batch):
     return loss.item(), gradients, entropies, weights
 
 
+def scored(trainer):
+    """The batches that it will score."""
+    batches, score = [], trainer.score
+    trainer.score = lambda rows: batches.append(score(rows)) or batches[-1]
+    return batches
+
+
 @pytest.mark.quick
 def test_weights_apply_to_loss_gradient_denominator_and_logs(make_trainer):
     options = {"beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = make_trainer(Weighing, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, **options)
-    batches = []
-    score = trainer.score
-    trainer.score = lambda rows: batches.append(score(rows)) or batches[-1]
+    batches = scored(trainer)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     after = [parameter.detach().clone() for parameter in trainer.model.parameters()]
@@ -66,16 +71,12 @@ def test_weights_apply_to_loss_gradient_denominator_and_logs(make_trainer):
     for was, now, gradient in zip(before, after, gradients, strict=True):
         torch.testing.assert_close(was - now, gradient.float(), rtol=1e-4, atol=2e-6)
     (logged,) = (row for row in trainer.state.log_history if "loss" in row)
-    assert logged["loss"] == pytest.approx(loss, rel=1e-5)
-    assert logged["divergence/mean"] == pytest.approx(loss, rel=1e-5)
-    assert logged["entropy/student"] == pytest.approx(student, rel=1e-5)
-    assert logged["entropy/teacher"] == pytest.approx(teacher, rel=1e-5)
+    expected = {"loss": loss, "divergence/mean": loss, "entropy/student": student, "entropy/teacher": teacher}
+    assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_weights_apply_in_evaluation(make_trainer):
     trainer = make_trainer(Weighing, beta=0.0, eval_dataset=tiny.rows(4), per_device_eval_batch_size=4)
-    batches = []
-    score = trainer.score
-    trainer.score = lambda rows: batches.append(score(rows)) or batches[-1]
+    batches = scored(trainer)
     measured = trainer.evaluate()["eval_loss"]
     assert measured == pytest.approx(oracle(trainer, batches[0])[0], rel=1e-5)
