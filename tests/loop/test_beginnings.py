@@ -164,11 +164,7 @@ def test_rows_whose_beginning_leaves_no_room_are_dropped(make_trainer):
 def test_a_call_at_the_end_of_a_prompt_is_not_lost(make_trainer):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     rows = Dataset.from_list([{"prompt": [OPEN[0], call]}] * 2, on_mixed_types="use_json")
-    roomy = {
-        "model": tiny.qwen2(32, max_position_embeddings=2000),
-        "teacher_model": tiny.qwen2(48, 1, max_position_embeddings=2000),
-    }
-    trainer = make_trainer(processing_class=tool_calls.words(), train_dataset=rows, rollout=HFRollout(), **roomy)
+    trainer = make_trainer(processing_class=tool_calls.words(), train_dataset=rows, rollout=HFRollout())
     (ids, _) = trainer.prompt_ids_of(trainer.teaching.read_rows(list(rows)))
     assert trainer.processing_class.decode(ids).count("<tool_call>") == 1
 
