@@ -50,7 +50,7 @@ class Until(TrainerCallback):
 def counted(calls: list[str]) -> type:
     """The house, which notes each call."""
 
-    class World(environment(TASK, Method())):  # type: ignore[misc]
+    class World(environment(TASK, Method())):
         def go(self, room: str) -> str:
             calls.append("go")
             return super().go(room)
