@@ -221,9 +221,9 @@ def test_sums_of_an_interrupted_step_are_not_logged_later(make_trainer):
     trainer.taught.clear()
     trainer.train()
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
-    logs = tiny.logged(trainer, "tokens/dataset")
-    sizes = [len(ids) * is_given for (*_, ids), is_given in zip(trainer.taught, given, strict=True)]
-    assert logs == [sum(sizes[at : at + 8]) for at in (0, 8)]
+    for name, those in ("dataset", True), ("student", False):
+        sizes = [len(ids) * (one is those) for (*_, ids), one in zip(trainer.taught, given, strict=True)]
+        assert tiny.logged(trainer, f"tokens/{name}") == [sum(sizes[at : at + 8]) for at in (0, 8)]
 
 
 # ---- Completions of the teacher --------------------------------------------------------------------------------------
