@@ -1,6 +1,8 @@
-"""README as an index shows it, where links into the repository would lead nowhere; all else stands in setup.cfg."""
+"""README as an index shows it, where links into the repository would lead nowhere, and the names of CITATION.cff.
 
-import configparser
+All else stands in setup.cfg.
+"""
+
 import re
 from pathlib import Path
 
@@ -24,10 +26,20 @@ def for_an_index(text: str, repository: str, tag: str) -> str:
     return "".join(parts)
 
 
-config = configparser.ConfigParser()
-config.read(HERE / "setup.cfg", encoding="utf-8")
-urls = dict(line.split(" = ") for line in config["metadata"]["project_urls"].strip().splitlines())
+cited = (HERE / "CITATION.cff").read_text(encoding="utf-8")
+names = dict(re.findall(r'^[ -]*([a-z-]+): "?(.*?)"?$', cited, re.MULTILINE))
+repository = names["repository-code"]
 source = (HERE / "trl_opsd" / "__init__.py").read_text(encoding="utf-8")
 [version] = re.findall(r'^__version__ = "(.*)"$', source, re.MULTILINE)
 readme = (HERE / "README.md").read_text(encoding="utf-8")
-setup(long_description=for_an_index(readme, urls["Source"], f"v{version}"))
+setup(
+    author=names["name"],
+    author_email=names["email"],
+    project_urls={
+        "Source": repository,
+        "Documentation": names["url"],
+        "Changes": f"{repository}/blob/main/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    },
+    long_description=for_an_index(readme, repository, f"v{version}"),
+)

@@ -28,12 +28,18 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     )  # fmt: skip
     capsys.readouterr()
     trainer.train()
-    header, first, _, third, evaluated, last = [one for one in lines(capsys) if "OPSDTrainer" not in one][-6:]
+    *_, header, first, _, third, evaluated, took, learned, rewarded_by, following = lines(capsys)
     assert header.split() == COLUMNS
     logged = trainer.state.log_history
     assert first.split()[0] == "1/3"
     assert float(first.split()[1]) == pytest.approx(logged[0]["divergence/mean"], rel=1e-3)
     assert float(third.split()[-2]) == pytest.approx(logged[2]["time/compare"], abs=0.006)
     assert evaluated.split()[:3] == ["eval", f"{logged[3]['eval_divergence/mean']:#.4g}", "1.000"]
-    assert re.fullmatch(r"3 steps in \d+\.\d s", last)
+    tokens = f"{logged[-2]['eval_num_tokens']:,.0f}"
+    assert re.fullmatch(rf"3 steps in \d+\.\d s, {tokens} tokens, (\w+ \d+%, )+\d+\.\d GiB", took)
+    ends = (f"{logged[number]['divergence/mean']:#.4g}" for number in (0, 2))
+    at_the_end = f"{logged[3]['eval_divergence/mean']:#.4g} in evaluations"
+    assert learned.split(maxsplit=1) == ["divergence", f"{' → '.join(ends)}, {at_the_end}"]
+    assert rewarded_by.split(maxsplit=1) == ["reward", "1.000 in evaluations"]
+    assert following.endswith(f"vllm serve {trainer.args.output_dir}")
     assert max(map(len, (header, third, evaluated))) <= 80, "fits a terminal"

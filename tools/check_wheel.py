@@ -20,7 +20,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SOURCES = ("trl_opsd", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("trl_opsd", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "MANIFEST.in")
 PACKAGING = REPOSITORY / ".packaging"
 """Tools that `make wheel` installs apart."""
 PYTHONS = ("3.11", "3.12", "3.13")

@@ -1,4 +1,4 @@
-"""Hooks of the documentation's site: README and its neighbours become pages, links that leave the pages plain text.
+"""Hooks of the documentation's site: its address, README and its neighbours become pages, links that leave the pages plain text.
 
 `tests/test_docs.py` checks those links in the repository, where they lead somewhere.
 """
@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,12 @@ PAGES = {
 }
 """Files beside `docs` that are pages, and their other names there."""
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Sets the address, which is one of the names that a person fills in."""
+    config.site_url = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["url"]
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

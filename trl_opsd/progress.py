@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import CallbackHandler, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
 PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {n: n for n in ("sync", "reward", "save")}
 """Displayed names of the phases: in rows, on bars, in a dry run, in a report."""
@@ -63,6 +65,32 @@ def evaluated(logs: Mapping[str, Any]) -> str | None:
     return next((name.removesuffix("_runtime") for name in runtimes), None)
 
 
+def ended(args: Any, state: TrainerState, start: int, model: Any) -> Iterator[str]:
+    """At most five lines on a training that went on from step `start`: what it took, taught and wrote, what is next."""
+    log, folder = state.log_history, args.output_dir
+    seconds = {title: sum(one.get(f"time/{name}", 0.0) for one in log) for name, title in PHASES.items()}
+    total = sum(seconds.values())
+    shares = [f"{title} {one / total:.0%}" for title, one in seconds.items() if total and one / total >= 0.005]
+    tokens = [f"{one['num_tokens']:,.0f} tokens" for one in log[-3:] if "num_tokens" in one][-1:]
+    took = [f"{state.global_step - start} steps in {in_words(log[-1]['train_runtime'])}", *tokens, *shares]
+    yield ", ".join([*took, f"{peak_bytes() / 2**30:.1f} GiB"])
+    for title in ("divergence", "reward"):
+        name, _, form = _COLUMNS[title]
+        said = []
+        for logged, where in (name, ""), (f"eval_{name}", " in evaluations"):
+            each = [format(one[logged], form) for one in log if logged in one]
+            said += [" → ".join(each[:1] + each[1:][-1:]) + where] * bool(each)
+        if said:
+            yield f"  {title:<12}{', '.join(said)}"
+    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    written = [os.path.join(folder, "report.html")] * args.report + [last] * (last is not None)
+    if written:
+        yield f"  {'written':<12}{', '.join(written)}"
+    config = getattr(model, "peft_config", {}).get("default")
+    adapter = f"{config.base_model_name_or_path} --enable-lora --lora-modules mine=" if config is not None else ""
+    yield f"  {'next':<12}trainer.save_model(), then: vllm serve {adapter}{folder}"
+
+
 def in_words(seconds: float) -> str:
     """A duration: "7.2 s", "2 min 27 s" or "2 h 30 min"."""
     whole = round(seconds)
@@ -110,11 +138,11 @@ class Progress(ProgressCallback, PrinterCallback):
             super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Prints the row of a log above the bar, or the time that the training has taken."""
+        """Prints the row of a log above the bar, or how the training has ended."""
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
-            tqdm.write(f"{state.global_step - self._start} steps in {in_words(logs['train_runtime'])}")
+            tqdm.write("\n".join(ended(args, state, self._start, kwargs.get("model"))))
             return
         if not self._has_header:
             tqdm.write(HEADER)

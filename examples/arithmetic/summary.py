@@ -49,7 +49,7 @@ def _completion_tokens(logs: list[dict[str, Any]], rows: int) -> int:
 def _draw(logs: list[dict[str, Any]], accuracy: dict[int, float], teacher_accuracy: float) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    figure = Figure(figsize=(9, 2.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     divergence = {log["step"]: log["divergence/mean"] for log in logs if "divergence/mean" in log}
     left.plot(list(divergence), list(divergence.values()))

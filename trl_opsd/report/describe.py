@@ -51,7 +51,7 @@ SELF_DISTILLATION = {
 
 _WIDTH = 120
 """Characters in a line."""
-_PROMPT = 600
+_PROMPT = 360
 """Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
 _PRIVATE = re.compile(r"https?://\S+|(?<!\w)'([^']+)'")
 """Addresses, and paths of folders or names on the Hub."""

@@ -73,7 +73,8 @@ def picture(chart: Chart) -> str:
     is_short = any(len(one) < 2 for one in curves.values())
     # Rewards and rates may vary little far from 0; other axes begin there.
     scale = {"zero": False} if chart.title in ("Reward", "Learning rate") else {}
-    y_axis = {"format": ".1e" if chart.frame.abs().max().max() < 0.01 else "~g", "tickCount": 5}
+    most = chart.frame.abs().max().max()
+    y_axis = {"format": ".1e" if most < 0.01 else "~g" if most < 1000 else ",.0f", "tickCount": 5}
     text = {"labelColor": _GREY, "titleColor": _GREY}
     spec = {
         "background": None,
