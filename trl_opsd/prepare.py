@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -67,8 +66,6 @@ from trl_opsd.teacher.checks import (
     tokenizers_of,
 )
 from trl_opsd.teacher.stored import stored_teachers
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -466,11 +463,6 @@ def _check_models(
     )
     for name, teacher in teachers.items():
         called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
-        if isinstance(teacher, nn.Module) and has_foreign_adapter(teacher):
-            logger.warning(
-                f"`{called}` still contains the adapter of an earlier trainer and teaches with it: if this is not "
-                "intended, call `trainer.model.unload()` of that trainer, or load the teacher anew."
-            )
         if (adapter := adapter_at(teacher, location(args))) is None:
             language_config(teacher, called, location(args))
             continue

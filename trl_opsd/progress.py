@@ -37,18 +37,7 @@ HEADER = "  ".join(["    step", *(f"{title:>{width}}" for title, (_, width, _) i
 
 
 def row_of(logs: Mapping[str, Any], step: int, steps: int) -> str:
-    """The row of figures for a log of a training or of an evaluation.
-
-    Example:
-
-    ```python
-    >>> print(HEADER)
-        step  divergence  reward  length  tokens/s  s/step    gen  score  train  GiB
-    >>> print(row_of({"eval_divergence/mean": 0.25, "eval_reward": 0.5, "eval_runtime": 0.5}, 20, 320))
-        eval      0.2500   0.500
-
-    ```
-    """
+    """The row of figures for a log of a training or of an evaluation, below `HEADER`."""
     prefix = evaluated(logs)
     start, label = (f"{prefix}_", prefix) if prefix else ("", f"{step}/{steps}")
     values = {name.removeprefix(start): one for name, one in logs.items() if name.startswith(start)}
@@ -82,8 +71,9 @@ def ended(args: Any, state: TrainerState, start: int, model: Any) -> Iterator[st
             said += [" → ".join(each[:1] + each[1:][-1:]) + where] * bool(each)
         if said:
             yield f"  {title:<12}{', '.join(said)}"
-    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    written = [os.path.join(folder, "report.html")] * args.report + [last] * (last is not None)
+    written = [os.path.join(folder, "report.html")] if args.report else []
+    if os.path.isdir(folder) and (last := get_last_checkpoint(folder)):
+        written.append(last)
     if written:
         yield f"  {'written':<12}{', '.join(written)}"
     config = getattr(model, "peft_config", {}).get("default")

@@ -578,10 +578,9 @@ class TrainerHooks(TrainerMembers):
 
     @property
     def _paper(self) -> dict[str, str]:
-        from trl_opsd.report.describe import SELF_DISTILLATION
-
-        paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
-        return paper
+        title = "Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models"
+        of_others: dict[str, str] = super()._paper
+        return of_others if self.args.teacher_model_kind is None else {"title": title, "id": "2601.18734"}
 
     # By the user, and by transformers for each checkpoint.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

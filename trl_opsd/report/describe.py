@@ -36,19 +36,6 @@ from trl_opsd.parallel.precision import rounds_float32
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
 
-SELF_DISTILLATION = {
-    "title": "Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models",
-    "id": "2601.18734",
-    "citation": textwrap.dedent("""\
-        @article{zhao2026selfdistilled,
-            title   = {{Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models}},
-            author  = {Siyan Zhao and Zhihui Xie and Mengchen Liu and Jing Huang and Guan Pang and Feiyu Chen and Aditya Grover},
-            year    = 2026,
-            journal = {arXiv preprint arXiv:2601.18734},
-        }"""),  # noqa: E501
-}
-"""The paper of a student that is its own teacher; TRL's is that of distillation from another model."""
-
 _WIDTH = 120
 """Characters in a line."""
 _PROMPT = 360

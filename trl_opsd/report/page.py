@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from pandas import DataFrame
 
-from trl_opsd.progress import evaluated
+from trl_opsd.progress import PHASES, evaluated
 from trl_opsd.report.samples import about, log_of, recorded_in
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -43,8 +43,6 @@ _GROUPS = (
 )
 """Title, unit, names in a log (a group in the pattern names the curve), and whether evaluations are drawn too: their
 times and speeds cannot be compared with those of training."""
-_PHASES = {"complete": "generate", "teach": "score", "compare": "train"}
-"""Displayed names of phases, as in the rows of the console."""
 
 
 def charts(log: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
@@ -57,7 +55,7 @@ def charts(log: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
                 match = re.fullmatch(pattern, name.removeprefix(f"{split}_") if split else name)
                 if match and math.isfinite(value) and (of_evaluations or not split):
                     part = match[1] if match.re.groups else None
-                    curve = ", ".join(filter(None, [_PHASES.get(part or "", part), split or "training"]))
+                    curve = ", ".join(filter(None, [PHASES.get(part or "", part), split or "training"]))
                     points[curve][entry["step"]] = value
         if points:
             yield Chart(title, unit, DataFrame(points).sort_index())
