@@ -169,7 +169,7 @@ def second(column: str, value: Any, prompt: Any = GOOD, first: Any = None) -> Da
 
 
 COMPLETED: list[tuple[str, list[Any]]] = [
-    ("row 1 .* expected those of the assistant and its tools, up to assistant", [call(), UNASKED]),
+    ("row 1 .* expected 'assistant' and 'tool', first assistant, last assistant", [call(), UNASKED]),
     ("row 1 .*'user', 'assistant'.: expected those of the assistant", [ANSWER, *GOOD, ANSWER]),
     ("row 1 .*: message 2 is of a tool, but", [ANSWER, UNASKED, ANSWER]),
     ("row 1 .*: message 1: the arguments of a call are text that is no JSON", [call("{'a': 2}"), UNASKED, ANSWER]),

@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "could not make an environment: TypeError": (lambda number: Adder(), {}),
     "column 'environment'": ({"a": Adder}, {}),
     "row 2 of train_dataset": ({"a": Adder}, {"train_dataset": rows(4, environment=["a", "a", "b", "a"])}),
-    "tells its teacher more": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}),
+    "gives the teacher context": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}),
     "overlap": (Adder, {"overlap": "ahead"}),
     "2 numbers": (Adder, {"reward_weights": [1.0, 2.0]}),
     "train_dataset": (Adder, {"train_dataset": None, "max_steps": -1}),

@@ -233,7 +233,7 @@ OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
             "no targets of 'teacher' for",
         ),
         ({"train_dataset": ROWS.map(lambda row: {"prompt": "new"})}, "for 4 of 4 rows, .* 'new' before the"),
-        ({"max_completion_length": 4}, "no targets .* is the prompt, the completion or `max_completion_length`"),
+        ({"max_completion_length": 4}, "no targets .* prompt, completion or `max_completion_length`"),
         ({"lmbda": 0.5}, "set `lmbda=0`"),
         ({"eval_dataset": ROWS}, "or an `eval_dataset`"),
         ({"teacher_model": tiny.qwen2(48, seed=1)}, "^`teacher_targets=.* with `teacher_model`: .* remove one of them"),

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 @dataclass
 class CollapseGuard(Method):
     """Warns once of each sign of a collapse, when the last 10 optimizer steps leave the bounds in
-    `docs/distributed.md`; a resumed training goes on with its course. A trainer has one unasked.
+    `docs/distributed.md`; resuming restores its statistics. Each trainer has one by default.
 
     Args:
         warns (`bool`, *optional*, defaults to `True`): Whether it warns.

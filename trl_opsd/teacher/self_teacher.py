@@ -134,7 +134,7 @@ class Average(TrainerCallback):
         """Loads the average from a checkpoint; refuses that of other parameters."""
         saved = load_file(Path(folder) / FILE)
         if saved.keys() != self._average.keys():
-            raise ValueError(f"{folder} has the average of other parameters: resume with the model it was saved for.")
+            raise ValueError(f"{folder} has the EMA of other parameters: resume with the model it was saved for.")
         for name, average in self._average.items():
             average.copy_(saved[name])
         self._copy_to_teacher()
