@@ -121,7 +121,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Maximum seconds for each `reset` of an environment, all its calls in one turn, `get_reward` and `get_feedback`. A
     late call ends the episode, without a reward; a late `reset` ends the run. When `None`, no limit."""
     teacher_prompt_template: Annotated[str | None, RESUMED] = None
-    """Template of the teacher's prompt, of `{prompt}` and the column `{privileged_context}`; see `docs/teachers.md`."""
+    """Template of the teacher's prompt from `{prompt}` and column `{privileged_context}`; see `docs/teachers.md`."""
     feedback_template: Annotated[str, RESUMED] = "Feedback on an earlier attempt:\n\n{feedback}"
     """Template, in the teacher's prompt, of what an environment's `get_feedback` returns."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, RESUMED] = None

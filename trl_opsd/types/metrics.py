@@ -50,7 +50,7 @@ _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and mic
 _PLACES = Logs(WEIGHTED, "if a token there is in the loss; in training not with `sp_size`")
 _BY_AUTHOR = {
     one: Logs(
-        "as `…/teacher/…`", "if not all tokens in the loss are the student's", one in (Author.STUDENT, Author.DATASET)
+        "as `…/teacher/<name>`", "unless all loss tokens are the student's", one in (Author.STUDENT, Author.DATASET)
     )
     for one in Author
 }
