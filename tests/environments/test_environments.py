@@ -293,7 +293,7 @@ def test_stream_passes_prompts_to_reset_or_needs_none(make_trainer):
 def test_datasets_that_come_later_are_as_the_first(make_trainer):
     trainer = make_trainer(**given(once(call(number=1)), Told, eval_dataset=rows(2)))
     assert trainer.evaluate(rows(2, start=[3, 4]).remove_columns("prompt"))["eval_rewards/Told/mean"] == 4.5
-    with pytest.raises(ValueError, match="tell"):
+    with pytest.raises(ValueError, match="as environments do"):
         trainer.evaluate(rows(2, privileged_context=["a", "b"]))
 
 

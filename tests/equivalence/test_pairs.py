@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("clipped", {"buckets"}, "a sum over vocabulary entries"),
     ("prefixes", {"compiled"}, "compile once per layer"),
     ("stored", {"bytes"}, "its targets cannot be stored"),
-    ("stored", KNOWN - {"teacher's tokens"}, "nothing that a student changes"),
+    ("stored", KNOWN - {"teacher's tokens"}, "cannot follow the student"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
     *((name, {"a prompt of the completion", "a prompt of rewards"}, "`teacher_prompt_fn` with") for name in SUCCESS),
 ]

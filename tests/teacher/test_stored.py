@@ -266,7 +266,7 @@ def test_tokens_that_are_not_the_completion_are_refused(lived):
     ids = [WORDS(f"{text}<|im_end|>")["input_ids"] for text in GIVEN]
     assert_same(outcome(lived()), outcome(lived(train_dataset=ROWS.add_column("completion_ids", ids))))
     wrong = ROWS.add_column("completion_ids", [ids[1], *ids[1:]])
-    with pytest.raises(ValueError, match=r"row 0 .*the tokens in 'completion_ids' are 'the 1th of many '"):
+    with pytest.raises(ValueError, match=r"row 0 .*the tokens in 'completion_ids' decode to 'the 1th of many '"):
         lived(train_dataset=wrong, shuffle_dataset=False)
 
 

@@ -61,7 +61,7 @@ class CollapseGuard(Method):
             if name not in self._warned:
                 self._warned.add(name)
                 step = self.host.state.global_step + 1
-                logger.warning(f"Sign of a collapse at step {step}: {name} (docs/distributed.md).")
+                logger.warning(f"The student may be collapsing, by its {name}, at step {step} (docs/distributed.md).")
 
     def state(self) -> Mapping[str, Any]:
         return asdict(self.course)

@@ -37,8 +37,8 @@ def unchanged(now: Callable[[], Samples], who: str, before: Samples | None = Non
     def check() -> None:
         if (changed := first_change(then, now())) is not None:
             raise ValueError(
-                f"{changed} has changed since the student was passed, but {who}, which is another model now: do not "
-                f"change the base weights (in a callback, or with `merge_adapter`), {_ANOTHER_COPY}."
+                f"{changed} has changed since the student was passed, but {who}: do not change the base weights (in a "
+                f"callback, or with `merge_adapter`), {_ANOTHER_COPY}."
             )
 
     return check
