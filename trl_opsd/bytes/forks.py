@@ -170,7 +170,7 @@ class Forking:
     def warn(self) -> None:
         """Says that its distributions are summed without forks."""
         logger.warning(
-            f"`cross_tokenizer='bytes'`: the attention of the {self._role} cannot score alternative tokens "
-            f"(docs/tokenizers.md). Bytes with more than `cross_tokenizer_missed={self._most_missed:g}` of the "
-            "probability missing are not compared: watch the metric `cross/used`."
+            f"`cross_tokenizer='bytes'`: the {self._role} cannot score alternative tokens (docs/tokenizers.md). Bytes "
+            f"with more than `cross_tokenizer_missed={self._most_missed:g}` of the probability missing are not "
+            "compared: watch the metric `cross/used`."
         )
