@@ -73,8 +73,8 @@ def check_disk(args: TrainingArguments) -> None:
     if sum(saves for _, saves in found) > 1 if is_shared else not args.save_on_each_node:
         raise ValueError(
             f"Processes {'share' if is_shared else 'do not share'} {args.output_dir}, but `save_on_each_node` is "
-            f"{args.save_on_each_node}: set it to {not args.save_on_each_node}, or choose another folder. With it each "
-            "machine saves its part on a disk of its own, and needs it to resume."
+            f"{args.save_on_each_node}: set it to {not args.save_on_each_node}, or choose another folder. If True, "
+            "each machine saves to its own disk and resumes from it."
         )
 
 
@@ -95,7 +95,7 @@ def has_manifest(checkpoint: Path) -> bool:
 def problems(checkpoint: Path) -> list[str]:
     """Lists what is missing from a checkpoint or has another size than in its manifest; empty if it is complete."""
     if not has_manifest(checkpoint):
-        return [f"{MANIFEST} is missing: it is torn, or of TRL or `transformers` and resumed only by its path"]
+        return [f"{MANIFEST} is missing: saving was interrupted, or TRL or `transformers` wrote it: pass its path"]
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
         expected = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
@@ -242,7 +242,7 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
     if not folder.is_dir():
         raise ValueError(f"There is no checkpoint {folder}. {_REMEDY}")
     if not has_manifest(folder) and (folder / "trainer_state.json").is_file():  # of transformers, its last file
-        said = "it may be incomplete, and an optimizer that it lacks begins anew."
+        said = "it may be incomplete; if it has no optimizer state, the optimizer starts anew."
         return folder, [f"{folder} has no {MANIFEST}: {said}"]
     if wrong := problems(folder):
         raise ValueError(f"{folder} is not complete: {wrong[0]}. {_REMEDY}")

@@ -57,10 +57,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
     `{"skewed_reverse_kl": {"skew": 0.5}}`, or a `Divergence`. When `None`, `beta` decides, as in TRL: 0 is the forward
     KL, 1 the reverse KL, between them is the JSD."""
     top_k_teacher: Natural | None = None
-    """Number of the teacher's likeliest tokens that are compared one by one; all others share one bucket."""
+    """Number of the teacher's likeliest tokens compared one by one, all others as one bucket. When `None`, all."""
     kl_clip: Annotated[Positive | None, RESUMED] = None
     """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence (OPSD, arXiv 2601.18734).
-    Refused with a divergence of your own."""
+    Refused with a divergence of your own. When `None`, no bound."""
     student_temperature: Annotated[Positive | None, RESUMED] = None
     """Softmax temperature of the student in the loss. When `None`, `temperature`."""
     teacher_temperature: Annotated[Positive | None, RESUMED] = None
@@ -76,7 +76,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Share of rows that the student completes, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649); the others have a
     column `completion`, or with `seq_kd` the teacher completes them."""
     seq_kd: Annotated[bool, RESUMED] = False
-    """Whether the teacher completes the rows that `lmbda` leaves, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649)."""
+    """Whether the teacher completes the share `1 - lmbda` of rows, as TRL's `GKDConfig` (GKD, arXiv 2306.13649)."""
     methods: dict | str | None = None
     """Methods by name with their settings, for instance `{"contrast": {"weight": 0.5}}`, or `module.Class` of a method
     of your own; see `docs/extending.md`. In Python also `OPSDTrainer(methods=[...])`."""
@@ -87,27 +87,27 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Number of tokens whose logits exist at once in the loss; the result does not depend on it. When `None`, as many
     as take 0.6 GB, or 0.015 of the accelerator's memory if that is more."""
     padding_free: bool = False
-    """Whether the models read the rows of a micro-batch as one sequence without padding, in a variable-length call of
-    FlashAttention; with SDPA, whose time grows with the square of the sequence, as several of about 1,024 tokens."""
+    """Whether the models process the rows of a micro-batch concatenated, without padding: with FlashAttention as one
+    sequence, with SDPA in several of about 1,024 tokens, as its time grows with the square of the length."""
     max_tokens_per_microbatch: Natural | None = None
     """Maximum tokens of a micro-batch in training, padding included; a longer row is a micro-batch alone. The gradient
     does not depend on it. When `None`, a micro-batch has `per_device_train_batch_size` rows."""
     overlap: Literal["step", "ahead"] | None = None
-    """Which phases run concurrently: `"step"` trains on rows as they end; `"ahead"` generates the rows of the next step
-    during a step. See `docs/generation.md`."""
+    """Which phases run concurrently, none when `None`: `"step"` trains on each row once it is generated; `"ahead"`
+    generates the rows of the next step during a step. See `docs/generation.md`."""
     overlap_max_divergence: Positive = 0.1
     """Maximum change of the student in one step, in nats per token, up to which rows generated ahead are used; above it
     the trainer generates them again."""
     deterministic: bool = False
-    """Whether runs repeat: `overlap` trains on rows in their order, so that sums are rounded alike, and requests to a
-    server have seeds, without which its completions differ in each run (those of evaluations always have them)."""
+    """Whether runs are reproducible, at a cost in speed: `overlap` trains on rows in order, not as they are generated,
+    and requests to a generating server have seeds (in evaluations they always do)."""
     # the teacher
     cross_tokenizer: Annotated[Literal["bytes"] | None, RESUMED] = None
     """How to compare a teacher that has another tokenizer than the student: `"bytes"`, by distributions over the next
     byte (arXiv 2506.14123, `docs/tokenizers.md`). When `None`, the trainer refuses such a teacher."""
     cross_tokenizer_missed: Annotated[Share, RESUMED] = 0.01
-    """Share of a distribution over the next byte that a comparison may miss: the models also read tokens that branch
-    off the text until less is missing; at 1 they read none."""
+    """Maximum probability that may be missing from a distribution over the next byte; bytes above it are not compared.
+    The lower it is, the more alternative tokens the models score; at 1 none."""
     teacher_trust_remote_code: bool = False
     """Whether loading the teacher may run Python code from its repository."""
     teacher_model_kind: Annotated[Literal["base", "ema", "live"] | None, RESUMED] = None
@@ -121,7 +121,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Maximum seconds for each `reset` of an environment, all its calls in one turn, `get_reward` and `get_feedback`. A
     late call ends the episode, without a reward; a late `reset` ends the run. When `None`, no limit."""
     teacher_prompt_template: Annotated[str | None, RESUMED] = None
-    """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
+    """Template of the teacher's prompt from `{prompt}` and column `{privileged_context}`; see `docs/teachers.md`."""
     feedback_template: Annotated[str, RESUMED] = "Feedback on an earlier attempt:\n\n{feedback}"
     """Template, in the teacher's prompt, of what an environment's `get_feedback` returns."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, RESUMED] = None
@@ -133,11 +133,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Device that holds the teacher's targets until each micro-batch needs them; `"auto"` is the accelerator up to 1 GB
     and the host beyond."""
     teacher_prefix_cache_gb: NotNegative = 0.0
-    """Size in GB (1e9 bytes) of a cache, divided among static teachers, of keys and values of what all rows of a batch
-    begin with, such as a document: a teacher reads it once. 0 is off."""
+    """Size in GB (1e9 bytes), divided among teachers with fixed weights, of a cache of keys and values of the prefix
+    that all rows of a batch share, such as a document: a teacher computes it once. 0 disables it."""
     teacher_server_url: Annotated[dict | str | None, LOCAL] = None
-    """URL of a server that has the teacher's layers, or a dict with the URL of each teacher that has one.
-    `teacher_model` is then the checkpoint of the teacher's output head; see `docs/teachers.md`."""
+    """URL of a vLLM or SGLang server that runs the teacher, or a dict of URLs by teacher. `teacher_model` is then the
+    path of the same checkpoint, of which the trainer keeps only the output head; see `docs/teachers.md`."""
     teacher_server_targets: Literal["states", "student_top_k", "teacher_top_k", "both_top_k"] | None = None
     """What the trainer requests from the teacher's servers: hidden states from a pooling server; or from a generating
     server log-probabilities, of the student's likeliest tokens, the teacher's, or both. When `None`, what the servers
@@ -158,8 +158,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Maximum consecutive skipped steps, including those in the search for a float16 loss scale; one more is an
     error."""
     phase_timeout: Positive | None = None
-    """Seconds after which the trainer reports an unfinished phase, with the stacks of all threads; the run
-    continues."""
+    """Seconds after which the trainer prints the stacks of all threads if a phase of a step, such as generation, has
+    not ended; the run continues. When `None`, never."""
     report: bool = False
     """Whether to record samples of completions, and to write `report.html` at the end; see `docs/tools.md`."""
     # engines

@@ -162,7 +162,7 @@ def prepare(
         cross.check(args, objective, made, tools)
     rewards = next((one for one in made if isinstance(one, Rewards)), None)
     acts, evaluates = environments is not None, args.eval_strategy != "no"
-    each_begins = "an environment begins with each row, and tells what its teacher reads"
+    each_begins = "environments are reset when their step begins; remove `overlap`"
     refuse(
         [
             (
@@ -179,7 +179,7 @@ def prepare(
             (
                 args.seq_kd and tools,
                 f"{shown(args, 'seq_kd')} with tools",
-                "the calls of a teacher are not answered; record its episodes, into a column 'completion'",
+                "tool calls of a teacher are not executed; record its episodes, into a column 'completion'",
             ),
             (
                 teacher_prompt_fn is not None and args.seq_kd,
@@ -196,7 +196,7 @@ def prepare(
     # 4. The rollout, the teachers, and functions of the user.
     chosen = choose_rollout(rollout, args)
     if writer := next((type(one).__name__ for one in made if one.writes), None):
-        has_turns, blocks = bool(acts or tools), "the student generates block by block; remove the option or `rollout`"
+        has_turns, blocks = bool(acts or tools), "it cannot generate block by block; generate with `transformers`"
         refuse(
             [
                 (has_turns, f"`{writer}` with `tools` or an environment", "it writes one turn; remove one of them"),
@@ -238,7 +238,7 @@ def prepare(
         columns = (*columns, COMPLETION, TOKENS)
     _check_given(datasets, PREFIX)
     begins, what = PREFIX in (columns_of(train_dataset) or ()), f"{shown(args, 'seq_kd')} with a column {PREFIX!r}"
-    refuse([(args.seq_kd and begins, what, "a teacher answers the prompt alone; remove one of them")])
+    refuse([(args.seq_kd and begins, what, "a teacher cannot continue a given beginning; remove one of them")])
     if rewards is not None:
         known = _columns_of_rewards(datasets, args, columns, needs_column)
         rewards.check_rows(known, ("environments",) if acts else (), any(one.needs_rewards for one in made))
@@ -271,7 +271,7 @@ def prepare(
             [
                 (args.padding_free, "`padding_free=True` with images", "rows with images are not concatenated"),
                 (launched(args).sp_enabled, "`sp_size` with images", "rows with images are not divided"),
-                (cross is not None, "Images with a teacher that has a tokenizer of its own", "an image is no text"),
+                (cross is not None, "Images with a teacher that has a tokenizer of its own", "remove the images"),
             ]
         )
     for one in rows.values():
@@ -374,8 +374,8 @@ def _check_columns(
                 ),
                 (
                     intake.is_told and columns is not None and has_context,
-                    f"{where}, with the columns {columns}, and an environment that tells its teacher more",
-                    "remove the column, and give it to `reset`, or remove `get_privileged_context` and `get_feedback`",
+                    f"{where}, with the columns {columns}, and an environment that gives the teacher context",
+                    "rename the column, so that `reset` gets it, or remove `get_privileged_context` and `get_feedback`",
                 ),
                 (isinstance(dataset, Dataset) and len(dataset) == 0, f"`{where}` is empty", "add rows, or remove it"),
             ]

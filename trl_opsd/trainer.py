@@ -104,13 +104,13 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         rollout ([`RolloutBackend`], *optional*):
             The rollout backend. When `None`, vLLM with `use_vllm=True`, otherwise `transformers`.
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
-            The tokenizer of a teacher, to be compared with the student's. When `None`, the one at the teacher's path
-            is; for a teacher passed as an object, at the path it was loaded from.
+            The teacher's tokenizer, which the trainer compares with the student's. When `None`, it is loaded from the
+            teacher's path; for a teacher passed as an object, from the path in its config.
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
             completion: text or messages. Overrides the columns.
         methods (list of [`Method`], *optional*):
-            What changes or adds to a training, with its settings: `Rewards([function])`, others of the package
+            Extensions of the training, with their settings: `Rewards([function])`, others of the package
             (`docs/reference.md`) or of your own (`docs/extending.md`).
 
     Attributes:
@@ -375,8 +375,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """
         if self.cross is not None and not hasattr(teacher, "complete"):
             raise ValueError(
-                "`generating_with` with `cross_tokenizer`: prompts are ids of the student's tokens, which no "
-                "other model reads: measure the teacher in a run of its own, as the student."
+                "`generating_with` with `cross_tokenizer`: prompts are ids of the student's tokenizer: to measure the "
+                "teacher, build a trainer with it as the student."
             )
         if isinstance(teacher, str) and teacher not in self.teachers:
             raise ValueError(f"`generating_with({teacher!r})`: expected a model, or one of {sorted(self.teachers)}.")

@@ -169,8 +169,8 @@ def second(column: str, value: Any, prompt: Any = GOOD, first: Any = None) -> Da
 
 
 COMPLETED: list[tuple[str, list[Any]]] = [
-    ("row 1 .* expected those of the assistant and its tools, up to assistant", [call(), UNASKED]),
-    ("row 1 .*'user', 'assistant'.: expected those of the assistant", [ANSWER, *GOOD, ANSWER]),
+    ("row 1 .* expected 'assistant' and 'tool', first assistant, last assistant", [call(), UNASKED]),
+    ("row 1 .*'user', 'assistant'.: expected 'assistant'", [ANSWER, *GOOD, ANSWER]),
     ("row 1 .*: message 2 is of a tool, but", [ANSWER, UNASKED, ANSWER]),
     ("row 1 .*: message 1: the arguments of a call are text that is no JSON", [call("{'a': 2}"), UNASKED, ANSWER]),
 ]
@@ -179,7 +179,7 @@ BEGUN: list[tuple[str, Any]] = [
     ("completion_prefix in row 1 of train_dataset is a list without messages", []),
     ("row 1 .* ends with an empty message", [{"role": "assistant", "content": ""}]),
     ("row 1 .* ends with calls without answers", [call()]),
-    ("row 1 .* up to assistant or tool", [ANSWER, *GOOD]),
+    ("row 1 .* last assistant or tool", [ANSWER, *GOOD]),
     ("row 1 .* ends with '<.im_e', in the middle of '<.im_end.>'", "so <|im_e"),
     ("row 1 .* ends with '<.im_e', in the middle of", [call(), UNASKED, {"role": "assistant", "content": "so <|im_e"}]),
     ("row 1 .* contains the end of a completion", "so<|im_end|> it"),

@@ -177,7 +177,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
             ("top_p", {"top_p": 0.9}),
             ("min_new_tokens", {"generation_kwargs": {"min_new_tokens": 4}}),
             ("made of the completion", {"teacher_prompt_fn": lambda row, completion: "a"}),
-            ("another method that does", {"methods": {"blend": {"teacher": 0.3}, "speculative": None}}),
+            ("a second such method", {"methods": {"blend": {"teacher": 0.3}, "speculative": None}}),
             *((one, {"methods": {"blend": {"teacher": 0.3, one: 0}}}) for one in ("teacher", "until_step", "block")),
             ("top_k", {"methods": {"speculative": {"top_k": 0}}}),
         )

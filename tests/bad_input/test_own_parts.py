@@ -98,7 +98,7 @@ def test_teacher_that_reads_the_token_it_predicts_is_refused(refuses, shift):
     ("change", "words"),
     [
         (states(lambda hidden: torch.cat([hidden[:, :1], hidden[:, :-1]], 1)), "do not depend on the token right"),
-        (states(lambda hidden: hidden + hidden.sum(1, keepdim=True)), "depends on later tokens"),
+        (states(lambda hidden: hidden + hidden.sum(1, keepdim=True)), "depend on later tokens"),
         (states(lambda hidden: hidden.flip(0)), "when called again"),
         (states(torch.nn.functional.dropout), "when called again"),
     ],

@@ -213,7 +213,7 @@ def test_comparable_part_of_another_tokenizers_teacher_is_said(folders):
     words.save_pretrained(folders / "teacher")
     done = doctor(folders / "student", folders / "teacher")
     assert done.exit_code == 1
-    assert "or compare texts, unless a server has it" in " ".join(done.stdout.split())
+    assert "which servers do not support (docs/tokenizers.md)" in " ".join(done.stdout.split())
     file = folders / "run.yaml"
     paths = {"model_name_or_path": folders / "student", "teacher_model_name_or_path": folders / "teacher"}
     lines = {**paths, "output_dir": folders, "cross_tokenizer": "bytes"}

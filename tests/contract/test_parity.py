@@ -74,7 +74,7 @@ def test_a_checkpoint_of_trl_is_resumed_by_its_path(tmp_path):
     whole = trained(Replaying, DistillationConfig(**tiny.options(tmp_path / "out", **saving)))
     others = {"model": tiny.qwen2(32, seed=5), "teacher_model": tiny.qwen2(48, seed=1)}
     ours = made(OPSDTrainer, OPSDConfig(**tiny.options(tmp_path / "out", **saving)), **others)
-    with pytest.raises(ValueError, match=r"no complete checkpoint in .*-3 .*resumed only by its path"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*-3 .*wrote it: pass its path"):
         ours.train(resume_from_checkpoint=True)
     ours.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert max(largest_gaps(whole, ours)) <= TOLERANCE

@@ -293,7 +293,7 @@ def test_stream_passes_prompts_to_reset_or_needs_none(make_trainer):
 def test_datasets_that_come_later_are_as_the_first(make_trainer):
     trainer = make_trainer(**given(once(call(number=1)), Told, eval_dataset=rows(2)))
     assert trainer.evaluate(rows(2, start=[3, 4]).remove_columns("prompt"))["eval_rewards/Told/mean"] == 4.5
-    with pytest.raises(ValueError, match="tell"):
+    with pytest.raises(ValueError, match="as environments do"):
         trainer.evaluate(rows(2, privileged_context=["a", "b"]))
 
 
@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "could not make an environment: TypeError": (lambda number: Adder(), {}),
     "column 'environment'": ({"a": Adder}, {}),
     "row 2 of train_dataset": ({"a": Adder}, {"train_dataset": rows(4, environment=["a", "a", "b", "a"])}),
-    "tells its teacher more": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}),
+    "gives the teacher context": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}),
     "overlap": (Adder, {"overlap": "ahead"}),
     "2 numbers": (Adder, {"reward_weights": [1.0, 2.0]}),
     "train_dataset": (Adder, {"train_dataset": None, "max_steps": -1}),

@@ -109,7 +109,7 @@ def test_feedback_that_fails_is_none(trained, caplog):
             raise KeyError("nothing to say")
 
     trainer = trained(**given(once(call(number=1)), Silent))
-    assert "`get_feedback` of an environment failed, so its row has none: KeyError" in caplog.text
+    assert "`get_feedback` of an environment failed, so teachers get none: KeyError" in caplog.text
     assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 

@@ -140,9 +140,9 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", CUT, "`cross_tokenizer='bytes'` with `"),
     ("constant", {"clipped"}, "a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "a sum over vocabulary entries"),
-    ("prefixes", {"compiled"}, "its keys and values differ by layer"),
-    ("stored", {"bytes"}, "a folder keeps shared tokens"),
-    ("stored", KNOWN - {"teacher's tokens"}, "nothing that a student changes"),
+    ("prefixes", {"compiled"}, "compile once per layer"),
+    ("stored", {"bytes"}, "its targets cannot be stored"),
+    ("stored", KNOWN - {"teacher's tokens"}, "cannot follow the student"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
     *((name, {"a prompt of the completion", "a prompt of rewards"}, "`teacher_prompt_fn` with") for name in SUCCESS),
 ]

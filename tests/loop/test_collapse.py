@@ -102,7 +102,7 @@ COLLAPSES = {
     "learning_rate": 1.0, "max_steps": 22, "logging_steps": 22, "train_dataset": tiny.rows(1),
     "per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": 15,
 }  # fmt: skip
-SIGN = "Sign of a collapse at step 20: entropy (docs/distributed.md)."
+SIGN = "The student may be collapsing, by its entropy, at step 20 (docs/distributed.md)."
 """At the first step at which there are 10 and 10."""
 
 

@@ -155,7 +155,7 @@ REFUSED = [
     (tiny.rows(2).add_column("completion", ["a", None]), "in row 1 of train_dataset is None", TypeError),
     (tiny.rows(2).add_column("completion", ["a", ""]), "in row 1 of train_dataset is empty", ValueError),
     (tiny.rows(2).add_column("completion", CHAT[:2]), "is messages, but the prompt is text", ValueError),
-    (Dataset.from_dict({"prompt": CHAT, "completion": CHAT}), "expected those of the assistant", ValueError),
+    (Dataset.from_dict({"prompt": CHAT, "completion": CHAT}), "expected 'assistant'", ValueError),
 ]
 
 

@@ -156,9 +156,9 @@ def test_entropy_is_that_of_known_tokens_and_a_rest():
     ("temperature", "divergence", "given", "named"),
     [
         (2.0, ReverseKL(), {}, "temperature"),
-        (1.0, ReverseKL(), {"references": [ReferenceModel(student(3), push=0.5)]}, "moves away"),
+        (1.0, ReverseKL(), {"references": [ReferenceModel(student(3), push=0.5)]}, "move away"),
         (1.0, ReverseKL(), {"kl_clip": 0.1}, r"kl_clip=0\.1"),
-        (1.0, TopKTeacher(ReverseKL(), 2), {}, "compared by TopKTeacher"),
+        (1.0, TopKTeacher(ReverseKL(), 2), {}, "TopKTeacher"),
     ],
 )
 def test_what_needs_the_whole_distribution_is_refused(temperature, divergence, given, named):

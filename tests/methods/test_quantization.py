@@ -292,7 +292,7 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
 
     dora = LoraConfig(target_modules=["q_proj"], use_dora=True)
     refused(r"GPT2LMHeadModel has no `nn.Linear` in its decoder", "int4", tiny.gpt2(64))
-    refused("the model has no path, but beside an adapter", "int4", models()[0], LoraConfig(target_modules=["q_proj"]))
+    refused("the model has no path, but with an adapter", "int4", models()[0], LoraConfig(target_modules=["q_proj"]))
     refused("the adapter is a variant of LoRA such as DoRA", "int4", loaded(tmp_path), dora)
     student = models()[0]
     trainer_of(tmp_path, "int4", (student, models()[1]))

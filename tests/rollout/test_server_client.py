@@ -220,7 +220,7 @@ def test_an_answer_that_is_too_large_is_refused(faults, monkeypatch):
         ("/server_info", {}, r"vllm_config.model_config.dtype={}: Field required"),
         ("/server_info", {"vllm_config": {**CONFIG, "cache_config": {"block_size": -1}}}, "block_size=-1: Input"),
         ("/server_info", {"vllm_config": {**CONFIG, "weight_transfer_config": None}}, "cannot be sent weights: start"),
-        ("/server_info", None, r"VLLM_SERVER_DEV_MODE=1.*Nor can it be sent adapters: .*RUNTIME_LORA_UPDATING"),
+        ("/server_info", None, r"VLLM_SERVER_DEV_MODE=1.*Adapters: .*RUNTIME_LORA_UPDATING"),
         ("/get_world_size", {"world_size": 0}, "get_world_size"),
         ("/get_world_size", {"world_size": True}, "get_world_size"),
     ],

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
             path,
             lambda weights, _: weights.update({"base_model.model.model.embed_tokens.weight": torch.zeros(261, 48)}),
         ),
-        r"another shape, of weights of the base: base_model.model.model.embed_tokens.weight",
+        r"base_model.model.model.embed_tokens.weight of the base",
     ),
     "pickled weights": (
         lambda _, path: str((Path(path) / "adapter_model.safetensors").rename(Path(path) / "adapter_model.bin").parent),

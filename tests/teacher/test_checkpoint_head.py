@@ -75,7 +75,7 @@ def test_only_the_head_of_the_model_is_read(name, tmp_path, monkeypatch):
 def test_a_checkpoint_that_is_not_whole_here_is_said_not_to_be_compared(tmp_path, caplog):
     tiny.qwen2(64).config.save_pretrained(tmp_path)
     assert checkpoint_head.predictions_of(str(tmp_path), {}, [[1, 2]]) is None
-    assert "answers of its server are not compared" in caplog.text
+    assert "its server is not verified" in caplog.text
 
 
 def resaved(folder: Path, change, **given) -> str:

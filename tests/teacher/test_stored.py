@@ -233,7 +233,7 @@ OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
             "no targets of 'teacher' for",
         ),
         ({"train_dataset": ROWS.map(lambda row: {"prompt": "new"})}, "for 4 of 4 rows, .* 'new' before the"),
-        ({"max_completion_length": 4}, "no targets .* is the prompt, the completion or `max_completion_length`"),
+        ({"max_completion_length": 4}, "no targets .* prompt, completion or `max_completion_length`"),
         ({"lmbda": 0.5}, "set `lmbda=0`"),
         ({"eval_dataset": ROWS}, "or an `eval_dataset`"),
         ({"teacher_model": tiny.qwen2(48, seed=1)}, "^`teacher_targets=.* with `teacher_model`: .* remove one of them"),
@@ -266,7 +266,7 @@ def test_tokens_that_are_not_the_completion_are_refused(lived):
     ids = [WORDS(f"{text}<|im_end|>")["input_ids"] for text in GIVEN]
     assert_same(outcome(lived()), outcome(lived(train_dataset=ROWS.add_column("completion_ids", ids))))
     wrong = ROWS.add_column("completion_ids", [ids[1], *ids[1:]])
-    with pytest.raises(ValueError, match=r"row 0 .*the tokens in 'completion_ids' are 'the 1th of many '"):
+    with pytest.raises(ValueError, match=r"row 0 .*the tokens in 'completion_ids' decode to 'the 1th of many '"):
         lived(train_dataset=wrong, shuffle_dataset=False)
 
 

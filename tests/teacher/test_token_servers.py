@@ -149,7 +149,7 @@ def test_what_needs_a_whole_distribution_is_refused_before_training(make_trainer
     teacher, rows = known_teacher(tiny.qwen2(48, seed=1), "both_top_k", 4), tiny.rows()
     if "contrast_weight" in given:
         rows = rows.add_column("contrast_context", ["wrong"] * 8)
-    with pytest.raises(ValueError, match=f"{named} needs the whole distribution .* of 'teacher'"):
+    with pytest.raises(ValueError, match=f"{named} needs the whole distribution .* 'teacher' gives"):
         make_trainer(teacher_model=teacher, train_dataset=rows, **given)
 
 

@@ -269,7 +269,7 @@ def with_adapter(model: CausalLM, config: PeftConfig, file: Path, name: str) -> 
     # With LoRA on embeddings, or after they are resized, PEFT saves those of the base too, and loads them into it.
     wrong = [key for key in loaded.keys() & base.keys() if not torch.equal(loaded[key].to(base[key]), base[key])]
     if wrong:
-        raise ValueError(f"it has other values, or another shape, of weights of the base: {wrong[0]}")
+        raise ValueError(f"its file has {wrong[0]} of the base with other values or another shape")
     found = peft_model.load_adapter(str(file.parent), name, torch_device="cpu")
     for what, keys in (("lacks", found.missing_keys), ("has too much:", found.unexpected_keys)):
         if keys:

@@ -32,31 +32,31 @@ class ByteTokenizers:
         {
             "cross/divergence": Metric(
                 "nats",
-                "Divergence per byte; with weights, their weighted sum divided by the number of bytes.",
+                "Divergence per byte; token weights multiply the sum, not the number of bytes.",
                 _ALWAYS,
                 "divergence / compared",
             ),
             "cross/used": Metric("1", "Share of bytes that were compared.", _ALWAYS, "compared / outcomes"),
             "cross/escape": Metric(
                 "1",
-                "Bound on the share of a distribution that a comparison missed, mean over compared bytes.",
+                "Upper bound of the probability missing from a distribution, mean over compared bytes.",
                 _ALWAYS,
                 "escaped / compared",
             ),
             "cross/lost": Metric(
                 "1",
-                "Share of bytes that the teacher's tokenizer does not read, or has no room for.",
+                "Share of bytes that the teacher's tokenizer changes, or that exceed its context.",
                 _ALWAYS,
                 "lost / outcomes",
             ),
             "cross/forks": Metric(
                 "1",
-                "Branching tokens that the student reads beside a completion, per token of it.",
+                "Alternative tokens that the student scores in addition, per completion token.",
                 Logs("all processes and micro-batches", f"{_ALWAYS.appears} with `cross_tokenizer_missed` below 1"),
             ),
             "cross/retold": Metric(
                 "1",
-                "Share of the bytes of the teachers' completions that the student's tokens spell.",
+                "Share of the bytes of teachers' completions kept when re-tokenized for the student.",
                 Logs(BATCHES, f"{_ALWAYS.appears} with `seq_kd`", evaluated=False),
             ),
         }
@@ -73,7 +73,7 @@ class ByteTokenizers:
                 *((one.by_token, f"`{type(one).__name__}`", needs_tokens) for one in methods),
                 (isinstance(divergence, SampledReverseKL), f"{divergence!r}", needs_tokens),
                 (launched(args).sp_enabled, "`sp_size`", "it needs whole rows"),
-                (bool(tools), "`tools`", "what tools answer is text of the student's template; remove one of them"),
+                (bool(tools), "`tools`", "tools answer in the student's chat template; remove one of them"),
             )
         )
 

@@ -170,7 +170,7 @@ class Forking:
     def warn(self) -> None:
         """Says that its distributions are summed without forks."""
         logger.warning(
-            f"`cross_tokenizer='bytes'`: the {self._role} cannot read tokens that branch off a text "
-            "(docs/tokenizers.md). Bytes are left out of which more than "
-            f"`cross_tokenizer_missed={self._most_missed:g}` may be missed: see `cross/used`."
+            f"`cross_tokenizer='bytes'`: the {self._role} cannot score alternative tokens (docs/tokenizers.md). Bytes "
+            f"with more than `cross_tokenizer_missed={self._most_missed:g}` of the probability missing are not "
+            "compared: watch the metric `cross/used`."
         )

@@ -69,8 +69,8 @@ class ByteTeacher(Teacher):
     ) -> None:
         if isinstance(teacher.head, TokenHead):
             raise ValueError(
-                "`cross_tokenizer='bytes'` needs the whole distribution of each teacher, but of "
-                f"{teacher} some tokens are known: use one with hidden states."
+                f"`cross_tokenizer='bytes'` needs the whole distribution of each teacher, but {teacher} gives only "
+                "some tokens: use one with hidden states."
             )
         self._host: Any = host
         self._most_missed: float = host.args.cross_tokenizer_missed

@@ -88,9 +88,9 @@ class ByteVocabulary:
             # Told of the alphabet that got furthest.
             wrong = max(wrong, (failed + 1, f"{proofs[failed]!r} becomes {read!r}"))
         raise ValueError(
-            f"`cross_tokenizer='bytes'`: the tokens of {called} do not spell what they read: {wrong[1]}. Text that a "
-            "tokenizer changes (by lowercasing, NFKC, unknown words) has no next byte: use a model whose tokenizer "
-            "keeps text as it is (byte-level BPE, or SentencePiece with byte fallback)."
+            f"`cross_tokenizer='bytes'`: the tokens of {called} do not decode to the text they were made of: "
+            f"{wrong[1]}. Text that a tokenizer changes (by lowercasing, NFKC, unknown words) has no next byte: use a "
+            "model whose tokenizer keeps text as it is (byte-level BPE, or SentencePiece with byte fallback)."
         )
 
     @classmethod

@@ -159,7 +159,7 @@ class Experts:
             try:
                 model = average_of([*self.teachers.values()], trainer.args).to(trainer.model.dtype)
             except (ValueError, OSError) as error:
-                logger.warning(f"The experts' weights have no average: {error}")
+                logger.warning(f"The average of the experts' weights is not measured: {error}")
             else:
                 with trainer.generating_with(model):
                     found[AVERAGE] = self._measured(trainer)

@@ -248,8 +248,8 @@ def _header(trainer: OPSDTrainer, top_k: int | None) -> tuple[dict[str, Any], di
         getattr(one, "student_k", 0) for one in teachers.values()
     )
     what = shown(args, "teacher_model_kind", "teacher_server_targets")
-    why = "a folder keeps nothing that a student changes; set 'base' and 'teacher_top_k'"
-    is_crossed = trainer.cross is not None, "A teacher with a tokenizer of its own", "a folder keeps shared tokens"
+    why = "stored targets cannot follow the student; set 'base' and 'teacher_top_k'"
+    is_crossed = trainer.cross is not None, "A teacher with a tokenizer of its own", "its targets cannot be stored"
     refuse([(changes, what, why), is_crossed])
     now = fingerprint.of_teachers(teachers, args, trainer.base_samples)
     heads, said = {}, {}

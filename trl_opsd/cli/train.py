@@ -122,7 +122,7 @@ def _rewards(config: OPSDConfig, task: Task) -> Rewards:
         settings = config.methods.get("rewards") or {}
         config.methods = {name: one for name, one in config.methods.items() if name != "rewards"}
     if "functions" in settings:
-        raise ValueError("`methods` has `functions` of `rewards`, and so has the task or the experts: remove one.")
+        raise ValueError("`methods` sets `functions` of `rewards`, which the task or experts set: remove one.")
     return Rewards(task.rewards, **settings)
 
 

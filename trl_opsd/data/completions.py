@@ -154,7 +154,7 @@ def check_completion(row: Mapping[str, Any], where: str, column: str = COMPLETIO
         last = ("assistant", "tool") if is_beginning else ("assistant",)
         roles, calls = [one["role"] for one in given], given[-1].get("tool_calls")
         if roles[0] != "assistant" or roles[-1] not in last or not {*roles} <= {"assistant", "tool"}:
-            wrong = f"has the roles {roles}: expected those of the assistant and its tools, up to {' or '.join(last)}"
+            wrong = f"has the roles {roles}: expected 'assistant' and 'tool', first assistant, last {' or '.join(last)}"
         elif is_beginning and roles[-1] == "assistant" and (calls or not given[-1]["content"]):
             wrong = f"ends with {'calls without answers' if calls else 'an empty message'}: remove that, or give `None`"
     if wrong:
@@ -199,7 +199,7 @@ def recorded(
         text = given if isinstance(given, str) else given[0]["content"]
         if (theirs := tokenizer.decode(known, skip_special_tokens=True)) != text:
             raise ValueError(
-                f"{where}: the tokens in {TOKENS!r} are {theirs[:40]!r} to this tokenizer, but 'completion' is "
+                f"{where}: the tokens in {TOKENS!r} decode to {theirs[:40]!r} with this tokenizer, but 'completion' is "
                 f"{text[:40]!r}: remove the column {TOKENS!r}, or generate the completions again."
             )
         return _by_dataset(list(known))

@@ -31,7 +31,7 @@ class PromptLimits:
     """Tokens reserved for the completion: `max_completion_length`."""
     reader: str = "the student"
     """The model whose context it is, in messages."""
-    remedy: str = "set overlong_prompts='drop' (which does not know what environments add)"
+    remedy: str = "set overlong_prompts='drop' (which does not count text that environments add)"
     """What else helps where a prompt is too long."""
 
     def fits(self, prompt_tokens: int) -> bool:

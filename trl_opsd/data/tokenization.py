@@ -38,8 +38,8 @@ def check_token_maps(
     read = f" The teacher's was loaded from {source}: if it uses another, pass it as `teacher_processing_class`."
     raise ValueError(
         f"The tokenizers of student and {role} differ in {len(differing)} ids: {listed}. The loss compares "
-        "distributions id by id, so pass a teacher with the student's tokenizer, or compare texts, unless a server has "
-        f"it (docs/tokenizers.md).{read if source else ''}"
+        "distributions id by id, so pass a teacher with the student's tokenizer, or set `cross_tokenizer='bytes'`, "
+        f"which servers do not support (docs/tokenizers.md).{read if source else ''}"
     )
 
 

@@ -136,8 +136,8 @@ class Environments:
         lacking = [name for name in RESERVED_METHODS if name not in methods]
         if near := [key for key in own if difflib.get_close_matches(key, lacking, n=1, cutoff=0.85)]:
             raise ValueError(
-                f"`{type(it).__name__}.{near[0]}` would be a tool of the student, and has nearly the name of what is "
-                f"asked for here ({', '.join(lacking)}): rename it; what is no tool begins with an underscore."
+                f"`{type(it).__name__}.{near[0]}` would be a tool of the student, and nearly has the name of a hook "
+                f"({', '.join(lacking)}): correct the name, or begin it with an underscore if it is neither."
             )
         given = {one.__name__: one for one in tools}
         described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
@@ -199,7 +199,7 @@ class Environments:
         self.episodes, jobs, drawing = [], [], list[int]()
         for number, row in enumerate(rows):
             if self.tells and tells_more(row):
-                raise ValueError(f"Row {number} of {batch} tells its teacher more, and so do environments.")
+                raise ValueError(f"Row {number} of {batch} has context for the teacher, as environments do: remove it.")
             given = dict(row)
             name = given.pop("environment") if self.are_several else None
             self.episodes.append(self._kinds[name].episode(taken[name]))
@@ -230,12 +230,12 @@ class Environments:
         Calls of one row follow each other; those of different rows do not wait for each other.
         """
         jobs = [functools.partial(one.answer, some) for one, some in zip(episodes, calls, strict=True)]
-        return self._or_none(self._together(episodes, jobs), "A call of a tool failed, and its row ends")
+        return self._or_none(self._together(episodes, jobs), "A tool call failed, which ends the episode")
 
     def feedback(self, episodes: Sequence[Episode]) -> list[str | None]:
         """What environments say after their episodes; `None` of one that says nothing, or did not in time."""
         found = self._together(episodes, [one.feedback for one in episodes])
-        return self._or_none(found, "`get_feedback` of an environment failed, so its row has none")
+        return self._or_none(found, "`get_feedback` of an environment failed, so teachers get none")
 
     @staticmethod
     def _or_none(found: Sequence[Any], failure: str) -> list[Any]:

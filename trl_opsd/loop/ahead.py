@@ -85,7 +85,7 @@ class Ahead:
         if host.accelerator.gather(others).any():
             raise ValueError(
                 "`overlap='ahead'`: the prompts of a step differ from those prefetched for it. Does a method of "
-                f"{type(host).__name__} change rows? Change them in the dataset, or remove the option."
+                f"{type(host).__name__} change rows? Change them in the dataset, or remove `overlap`."
             )
         distance = self._distance()
         host.record("overlap/divergence", distance)

@@ -74,14 +74,14 @@ class Generation:
 
     def _check_generates_apart(self, rollout: RolloutBackend) -> None:
         if not rollout.generates_out_of_process:
-            why = f"{type(rollout).__name__} generates in the trainer's process: set `vllm_mode='server'`"
+            why = f"{type(rollout).__name__} generates in the trainer's process: set `vllm_mode='server'`, or"
         elif self._host.tools:
-            why = "rows with `tools` are generated over several turns"
+            why = "rows with `tools` are generated over several turns:"
         elif self.is_overridden:
-            why = f"it would not call `{type(self._host).__name__}.complete`"
+            why = f"it would not call `{type(self._host).__name__}.complete`:"
         else:
             return
-        raise ValueError(f"`overlap='ahead'`: {why}; or remove `overlap`.")
+        raise ValueError(f"`overlap='ahead'`: {why} remove `overlap`.")
 
     @property
     def streams(self) -> bool:

@@ -107,7 +107,7 @@ class TeacherPrompts:
         if not intake.is_told:
             row.gate *= float(request.tells_more)
             return request.of_teacher
-        logger.warning_once(f"What the environment of {request.where} tells its teacher leaves no room in its context.")
+        logger.warning_once(f"The environment's text in {request.where} exceeds the teacher's context: left out.")
         row.request = replace(request, of_teacher=request.student)
         row.gate *= float(not intake.needs_context)
         return request.student

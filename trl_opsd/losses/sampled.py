@@ -22,7 +22,7 @@ from trl_opsd.types import Sampled
 @final
 @dataclass(frozen=True, slots=True)
 class SampledReverseKL(Divergence):
-    """`w (log p_s(y) - log p_t(y))` of the sampled token y: the estimate k1 of `KL(p_s || p_t)` from one sample.
+    """`w (log p_s(y) - log p_t(y))` of the sampled y, with importance weight w: estimate k1 of `KL(p_s || p_t)`.
 
     The gradient is that of a policy whose advantage is the log ratio, which is a constant in it:
     `w (log p_s(y) - log p_t(y)) (1[y] - p_s)` with respect to the student's logits. Over tokens that the student

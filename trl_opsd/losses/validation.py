@@ -56,10 +56,9 @@ def check_arguments(
     )
     if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or pushed or by_token):
         raise ValueError(
-            f"The teacher is known by some of its tokens, at temperature 1: its temperature here is "
-            f"{teacher.temperature:g}, models that the target moves away from are {pushed}, and it is compared by "
-            f"{divergence!r} with kl_clip={kl_clip}: expected 1, none, and a divergence to which all other tokens are "
-            "one, without a clip of entries: use a teacher with hidden states for them."
+            "A teacher given by some of its tokens needs temperature 1, no references to move away from, no kl_clip, "
+            f"and a divergence that takes all other tokens as one; got temperature {teacher.temperature:g}, {pushed} "
+            f"such references, kl_clip={kl_clip} and {divergence!r}: remove these, or use a teacher with hidden states."
         )
     check_clip(kl_clip, divergence)
     if isinstance(anchor or divergence, SampledReverseKL) and any(one.anchor for one in references):

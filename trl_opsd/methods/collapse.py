@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 @dataclass
 class CollapseGuard(Method):
     """Warns once of each sign of a collapse, when the last 10 optimizer steps leave the bounds in
-    `docs/distributed.md`; a resumed training goes on with its course. A trainer has one unasked.
+    `docs/distributed.md`; resuming restores its statistics. Each trainer has one by default.
 
     Args:
         warns (`bool`, *optional*, defaults to `True`): Whether it warns.
@@ -61,7 +61,7 @@ class CollapseGuard(Method):
             if name not in self._warned:
                 self._warned.add(name)
                 step = self.host.state.global_step + 1
-                logger.warning(f"Sign of a collapse at step {step}: {name} (docs/distributed.md).")
+                logger.warning(f"The student may be collapsing, by its {name}, at step {step} (docs/distributed.md).")
 
     def state(self) -> Mapping[str, Any]:
         return asdict(self.course)

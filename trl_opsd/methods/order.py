@@ -57,10 +57,10 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
                     "`overlap='step'`",
                     "needs all completions of a step at once",
                 ),
-                (one.skips and args.overlap, shown(args, "overlap"), "skips prompts by what it saw a step before"),
+                (one.skips and args.overlap, shown(args, "overlap"), "skips prompts by results of the last step"),
                 (one.skips and environments is not None, "`environment_factory`", "skips prompts"),
-                (replaces and tells, "`environment_factory`", "makes what teachers read, as these environments do"),
-                (replaces and len(replacing) > 1, "`teacher_prompt_fn`", "makes what teachers read"),
+                (replaces and tells, "`environment_factory`", "sets teachers' prompts, as these environments do"),
+                (replaces and len(replacing) > 1, "`teacher_prompt_fn`", "sets teachers' prompts too"),
                 (
                     one.in_groups and args.num_generations == 1,
                     "`num_generations=1`",
@@ -72,9 +72,9 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
                 (
                     one.writes and any(other.has("teacher_prompt") for other in methods),
                     "a teacher's prompt made of the completion",
-                    "asks the teacher before there is one",
+                    "calls the teacher while generating",
                 ),
-                (one.writes and one is not writing[0], "another method that does", "writes completions"),
+                (one.writes and one is not writing[0], "a second such method", "writes completions"),
             )
         )
         why = "pass `methods=[Rewards([...])]` with functions"

@@ -71,7 +71,7 @@ class StudentQuantization(Method, TrainerCallback):
         model = self.host.model
         self._base = str(get_config_model_id(without_peft(model).config) or "") if is_peft(model) else ""
         if is_peft(model) and (reason := why_not_plain_lora(model) or ("" if self._base else "the model has no path")):
-            said = "beside an adapter only the base of plain LoRA is saved quantised, from its path"
+            said = "with an adapter it needs plain LoRA on a base that is loaded from a path"
             raise ValueError(f"`StudentQuantization`: {reason}, but {said}.")
         layers, self._kept = {}, []
         inside = {id(one) for one in without_peft(model).get_decoder().modules()}

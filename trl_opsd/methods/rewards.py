@@ -52,8 +52,8 @@ _REWARDS = Logs(
 @final
 @dataclass
 class Rewards(Method):
-    """Calls reward functions and models, and environments that reward, and logs what they give; at a `weight` of 0,
-    without `gate` and `context`, nothing else changes. A trainer with environments has one unasked.
+    """Calls reward functions and models, and environments that reward, and logs their rewards; at a `weight` of 0,
+    without `gate` and `context`, nothing else changes. A trainer with environments has one by default.
 
     Args:
         functions (`Callable`, [`~transformers.PreTrainedModel`], `str`, or a list of them, *optional*): As TRL's
@@ -62,16 +62,16 @@ class Rewards(Method):
         weight (`float`, *optional*, defaults to 0): Weight of the policy gradient of rewards beside the divergence.
         weights (`list[float]`, *optional*): Weight of each function in their sum. When `None`, each has 1, as those of
             environments always have.
-        scale (`str`, *optional*, defaults to `"group"`): Whose standard deviation divides the rewards: of a prompt's
-            (`"group"`), of the step's (`"batch"`), or `"none"`.
+        scale (`str`, *optional*, defaults to `"group"`): Standard deviation that divides the rewards: of the prompt's
+            rewards (`"group"`), of the step's (`"batch"`), or `"none"`.
         aggregation (`str`, *optional*, defaults to `"sum_then_normalize"`): Whether the sum of several rewards is
             scaled, or each before they are added (`"normalize_then_sum"`).
         gate (`float` or `str`, *optional*): In training, which completions of the student count in the loss: those with
             a reward of at least this number, or all, weighted by `"reward"` or by `"advantage"` where these are above 0
             (arXiv 2605.06188).
-        context (`str`, *optional*): `"group_success"` shows the teacher another completion of the same prompt whose
-            reward is high enough (SDPO, arXiv 2601.20802); a row without one, and without context in the columns, does
-            not count.
+        context (`str`, *optional*): `"group_success"` shows the teacher another completion of the same prompt with a
+            reward of at least `threshold` (SDPO, arXiv 2601.20802); a row without one, and without context in the
+            columns, has no loss.
         threshold (`float`, *optional*, defaults to 1): Minimum reward of a completion that is shown to the teacher.
         tokenizers (`list`, *optional*): The tokenizers of reward models, `None` for a function. When `None`, those at
             the models' paths.
@@ -95,18 +95,18 @@ class Rewards(Method):
         "reward_std": Metric("of the functions", "Standard deviation of `reward`.", _REWARDS),
         "frac_reward_zero_std": Metric(
             "1",
-            "Share of completions in a prompt (or step) whose rewards are all equal.",
+            "Share of completions whose group has equal rewards: the prompt, or by `scale` the step.",
             Logs(STEPS, "a method that needs rewards", evaluated=False),
         ),
         "nll/mean": Metric(
             "nats",
-            "What rewards and completions of the dataset add to the divergence, per token.",
-            Logs(WEIGHTED, "rows with an `nll_weight`", evaluated=False),
+            "Policy gradient of rewards plus `-log p` of `off_policy`, added to the divergence, per token.",
+            Logs(WEIGHTED, "a `weight` of `rewards`, or an `nll_weight`", evaluated=False),
             "nll / weight",
         ),
         "gate/mean": Metric(
             "1",
-            "Weight of a row by its reward; 0 where the teacher has no prompt of its own.",
+            "Weight of a row by its reward (`gate`); 0 where the teacher has no context of its own.",
             Logs(BATCHES, "`gate` or `context` of `rewards`, or a `teacher_prompt_fn` that takes rewards"),
         ),
     }

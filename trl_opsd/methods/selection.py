@@ -35,7 +35,7 @@ is 7.000000000000001."""
 @final
 @dataclass
 class TokenSelection(Method):
-    """Trains on a share of the tokens of each row; by a criterion that needs logits, they are selected in the loss.
+    """Trains on a share of the tokens of each row.
 
     Args:
         criterion (`str`): Which tokens: `"prefix"`, the first; `"random"`; or those with the highest
@@ -53,7 +53,7 @@ class TokenSelection(Method):
         "selection/share": Metric(
             "1",
             "Share of tokens that are trained on; all other metrics of a training are over these tokens.",
-            Logs(STEPS, "the method `token_selection`; not where processes share rows", evaluated=False),
+            Logs(STEPS, "the method `token_selection`; not with `sp_size`", evaluated=False),
         ),
     }
 

@@ -15,8 +15,8 @@ from trl_opsd.types.metrics import WEIGHTED, Logs, Metric
 @final
 @dataclass
 class Contrast(Method):
-    """Moves the target from the teacher's distribution away from the one in the context of a column `contrast_context`
-    or `contrast_prompt`: log-probabilities plus `weight` times their difference (arXiv 2606.11709, arXiv 2607.02234).
+    """Moves the target away from what the teacher predicts with the column `contrast_context` or `contrast_prompt`:
+    log-probabilities plus `weight` times their difference (arXiv 2606.11709, arXiv 2607.02234).
 
     Args:
         weight (`float`): Factor of the difference.
@@ -36,11 +36,11 @@ class Contrast(Method):
 @final
 @dataclass
 class Extrapolation(Method):
-    """Moves the target beyond the teacher: the log-probabilities of the student as it was passed, plus `factor` times
-    the difference of the teacher's to them (G-OPD, arXiv 2602.12125).
+    """Moves the target beyond the teacher: the log-probabilities of the initial student, plus `factor` times the
+    difference of the teacher's to them (G-OPD, arXiv 2602.12125).
 
     Args:
-        factor (`float`): Above 1 beyond the teacher, below 1 before it, 0 the student as it was passed.
+        factor (`float`): 1 is the teacher, above 1 is beyond it, 0 is the initial student.
     """
 
     factor: NotNegative
@@ -55,11 +55,11 @@ class Extrapolation(Method):
 @final
 @dataclass
 class Anchor(Method):
-    """Adds the reverse KL of the student to itself as it was passed (the reference KL of other trainers; SDFT, arXiv
+    """Adds the reverse KL from the student to the initial student (the reference KL of other trainers; SDFT, arXiv
     2601.19897).
 
     Args:
-        weight (`float`): Of that KL, beside the divergence from the teacher.
+        weight (`float`): Factor of this KL; the divergence from the teacher has the factor 1.
     """
 
     weight: Positive

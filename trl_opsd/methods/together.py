@@ -62,7 +62,7 @@ class _Together(Method):
     """Probability that the teacher writes a token, whatever the student proposes."""
     metrics: ClassVar = {
         "together/teacher": Metric("1", "Share of the generated tokens that the teacher wrote.", _LOGS),
-        "together/reads": Metric("1", "Times that the teacher reads a completion while it is written.", _LOGS),
+        "together/reads": Metric("1", "Forward passes of the teacher per completion while generating.", _LOGS),
     }
 
     @abstractmethod
@@ -166,8 +166,8 @@ class Blend(_Together):
 
     Args:
         teacher (`float`): Weight of the teacher's distribution; at 1 the teacher writes all.
-        until_step (`int`, *optional*): Number of optimizer steps; after these the student generates alone.
-        block (`int`, *optional*, defaults to 16): Maximum tokens that the student proposes at a time.
+        until_step (`int`, *optional*): Optimizer steps after which the student generates alone; `None` is never.
+        block (`int`, *optional*, defaults to 16): Maximum tokens the student proposes per forward pass of the teacher.
     """
 
     teacher: Share
@@ -185,13 +185,13 @@ class Blend(_Together):
 @final
 @dataclass
 class Speculative(_Together):
-    """Keeps the student's tokens that are among the teacher's likeliest; a draw from the teacher replaces another
-    (speculative knowledge distillation, arXiv 2410.11325).
+    """Keeps the student's tokens that are among the teacher's likeliest, and replaces others by samples from the
+    teacher (speculative knowledge distillation, arXiv 2410.11325).
 
     Args:
-        top_k (`int`, *optional*, defaults to 25): Number of the teacher's likeliest tokens that are kept.
-        until_step (`int`, *optional*): Number of optimizer steps; after these the student generates alone.
-        block (`int`, *optional*, defaults to 16): Maximum tokens that the student proposes at a time.
+        top_k (`int`, *optional*, defaults to 25): Number of the teacher's likeliest tokens accepted from the student.
+        until_step (`int`, *optional*): Optimizer steps after which the student generates alone; `None` is never.
+        block (`int`, *optional*, defaults to 16): Maximum tokens the student proposes per forward pass of the teacher.
     """
 
     top_k: Natural = 25

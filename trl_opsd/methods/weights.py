@@ -64,14 +64,14 @@ class OffPolicy(Method):
 @final
 @dataclass
 class Aggregation(Method):
-    """Scales the weights of rows, after all that weighs tokens within one: what that decides within a row stays.
+    """Sets how much each row counts in the loss; the ratios between the weights of its tokens stay.
 
     Args:
-        by (`str`): What counts alike: `"rows"`, each row, however long; `"teachers"`, each teacher with a token in the
-            step, whatever the number and length of its rows, and in an evaluation each of the dataset, in its loss,
-            `divergence/mean` and entropies. Without this method, each token of a step.
-        weights (`dict`, *optional*): Weights of the teachers by name with `"teachers"`, of which only ratios matter;
-            for instance `{"math": 2, "code": 1}`. When `None`, all are 1.
+        by (`str`): What has equal weight in the loss: `"rows"`, each row, however long; `"teachers"`, each teacher with
+            a token in the step, whatever the number and length of its rows; in an evaluation, each of the dataset, also
+            in `divergence/mean` and entropies. Without this method, each token of a step.
+        weights (`dict`, *optional*): Weight of each teacher by name, with `by="teachers"`; only ratios matter:
+            `{"math": 2, "code": 1}`. When `None`, all are 1.
     """
 
     by: Literal["rows", "teachers"]

@@ -258,8 +258,8 @@ class Adapter:
         except (OSError, ValueError, LookupError, RuntimeError) as error:  # no file, other layers, shapes or options
             raise ValueError(
                 f"The adapter {self.path!r}, on its base {self.base!r}: {' '.join(str(error).split())[:_QUOTED]}. Name "
-                f"the right base in its {ADAPTER_CONFIG}, or save the adapter again. If both are right, its weights "
-                f"cannot be used beside those of others. {_MERGE}"
+                f"the right base in its {ADAPTER_CONFIG}, or save the adapter again. If both are right, this adapter "
+                f"cannot share its base with other models. {_MERGE}"
             ) from error
 
 

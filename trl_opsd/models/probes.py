@@ -319,8 +319,8 @@ def check_images(one: Probed) -> None:
     gap = float((rebuilt_V - own_V).abs().max() / own_V.abs().max())
     if not gap <= (2e-2 if own_V.dtype != torch.float32 else 1e-4):
         raise ValueError(
-            f"{one} computes other logits after an image than its own forward pass with what its processor returns, by "
-            f"{gap:.2g} of the largest: {remedy}"
+            f"{one} has logits after an image that differ from its own forward pass by {gap:.2g} of the largest: "
+            f"{remedy}"
         )
     if not agree(together_4H, alone_4H):
         raise ValueError(

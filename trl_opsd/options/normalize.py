@@ -100,7 +100,7 @@ def settle_sampling(args: DistillationConfig) -> None:
         if args.has_engine and not args.seq_kd:  # an engine knows others, and says so
             continue
         if name in FAIL_IN_GENERATE:
-            raise ValueError(f"{shown}: it {FAIL_IN_GENERATE[name]}.")
+            raise ValueError(f"{shown}: it {FAIL_IN_GENERATE[name]}; remove it.")
         if name not in known:  # which TRL would drop in silence
             hint = did_you_mean(name, known) or "see `transformers.GenerationConfig` for all of them."
             where = "`generate`, with which the teacher completes rows (`seq_kd`)" if args.has_engine else "`generate`"

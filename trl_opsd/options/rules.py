@@ -50,7 +50,7 @@ def check_launch(args: Any) -> None:
     ]
     if sizes.sp_enabled:
         found += [
-            (not with_deepspeed, split, "DeepSpeed divides the rows: launch with `accelerate_configs/sp.yaml`"),
+            (not with_deepspeed, split, "it needs DeepSpeed: launch with `accelerate_configs/sp.yaml`"),
             (
                 processes % sizes.sp_size or sizes.data_parallel_size not in (1, groups),
                 f"{split} on {processes} processes with a data parallel size of {sizes.data_parallel_size}",
@@ -59,7 +59,7 @@ def check_launch(args: Any) -> None:
             (
                 not sizes.sp_handler.sp_seq_length_is_variable,
                 f"{split} with `sp_seq_length`",
-                "lengths differ: remove it",
+                "rows differ in length; remove it",
             ),
             *(
                 (
@@ -112,7 +112,7 @@ def check_together(args: Any) -> None:
             (
                 rows % args.num_generations,
                 f"{shown(args, 'num_generations')} with {_factors(args)} = {rows} rows",
-                "a step has whole groups of completions; set a divisor, or change the batch size",
+                "a step has all completions of a prompt; set a divisor, or change the batch size",
             ),
             (args.overlap and args.lmbda < 1, shown(args, "lmbda", "overlap"), "is not supported; remove one of them"),
             (
@@ -123,10 +123,10 @@ def check_together(args: Any) -> None:
             (
                 args.overlap == "step" and without_scale,
                 f"{shown(args, 'overlap')} with DeepSpeed's {without_scale!r}",
-                "the number of tokens is known at the end of a step, which its ZeRO stages 1 to 3 support",
+                "gradients are rescaled at the end of a step; use its ZeRO stage 1 to 3 with defaults",
             ),
             *(
-                (steps_at_once and is_given, shown(args, "optim", name), "it steps in each backward pass")
+                (steps_at_once and is_given, shown(args, "optim", name), "`optim` steps in each backward; remove one")
                 for name, is_given in (
                     ("max_tokens_per_microbatch", args.max_tokens_per_microbatch),
                     ("overlap", args.overlap == "step"),
@@ -136,7 +136,7 @@ def check_together(args: Any) -> None:
             (
                 args.auto_find_batch_size,
                 "`auto_find_batch_size=True`",
-                "it would begin again with other rows; remove it",
+                "when out of memory it would restart with other rows; remove it",
             ),
             *(
                 (args.torch_compile and is_met, f"`torch_compile=True` with {what}", why)
@@ -149,7 +149,7 @@ def check_together(args: Any) -> None:
                     (
                         args.teacher_prefix_cache_gb,
                         shown(args, "teacher_prefix_cache_gb"),
-                        "its keys and values differ by layer, and each would be compiled; remove one of them",
+                        "torch would compile once per layer; remove one of them",
                     ),
                     (
                         args.torch_compile_mode in ("reduce-overhead", "max-autotune"),

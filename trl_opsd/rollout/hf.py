@@ -113,7 +113,7 @@ class HFRollout(RolloutBackend):
         config = copy.copy(self._trainer.generation_config)
         # It may have been assigned to.
         changes = {name: value for name, value in config.to_dict().items() if value != self._bound.get(name)}
-        ends = "the end of a completion is that of the whole training; set it before the trainer is made"
+        ends = "both are fixed for a training; set them before the trainer is built"
         refuse([({"eos_token_id", "pad_token_id"} & {*changes}, "`trainer.generation_config`: end or padding", ends)])
         if self._trainer.learns_from_draws:
             check_drawn(changes, self._trainer.args.temperature, "trainer.generation_config.{name} = {value!r}")
@@ -167,7 +167,7 @@ class HFRollout(RolloutBackend):
         config.max_new_tokens = max(*max_new_tokens, 1)
         if reason:
             if reason not in self._warned_of:
-                logger.warning(f"Completions of {self.generator} use plain `generate`, until all rows end: {reason}.")
+                logger.warning(f"Completions of {self.generator} use plain `generate`, also for ended rows: {reason}.")
             self._warned_of.add(reason)
             if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):
                 config.cache_implementation = "dynamic"  # a static one has one dtype, autocast gives two

@@ -139,7 +139,7 @@ class VLLMServer:
             if nowhere["lora_path"] not in said.text:
                 self.no_adapters = f"it loads no adapters while it runs ({said.status}): start it with `{_ADAPTERS}`"
         if self.no_weights and (self.no_adapters or args.vllm_weight_sync == "full"):
-            raise ValueError(f"{self.no_weights}. Nor can it be sent adapters: {self.no_adapters or 'not asked for'}.")
+            raise ValueError(f"{self.no_weights}. Adapters: {self.no_adapters or 'excluded by `vllm_weight_sync`'}.")
 
     def why_no_adapter(self, model: CausalLM) -> str | None:
         """Why an adapter of this student cannot be sent alone, or `None` if it can."""

@@ -318,12 +318,12 @@ class Tokens(Answers):
         logs_nM = logs_nM.masked_fill(again_nM, -torch.inf)
         largest, mass = float(logs_nM.nan_to_num(nan=torch.inf).amax()), float(logs_nM.double().exp().sum(1).max())
         if not (largest <= _ABOVE and mass <= 1 + _ABOVE):
-            raise ValueError(f"log-probabilities of up to {largest:.3g} nats, of {mass:.3g} in all")
+            raise ValueError(f"log-probabilities of up to {largest:.3g} nats, whose probabilities add up to {mass:.3g}")
         if top_k and len(found) > 1:  # what is told beside the likeliest is no likelier than these
             least_n = found[0][1].topk(top_k, 1).values[:, -1]
             is_other_n |= logs_nM.topk(top_k, 1).values[:, -1].exp() > least_n.exp() + _ABOVE
         if is_other_n.any():
-            raise ValueError("two probabilities of one token, or others than the likeliest")
+            raise ValueError("two probabilities of one token, or tokens that are not the likeliest")
         # An excluded token has the lowest finite number, as in a head with a bias of -inf.
         least = torch.finfo(torch.float32).min
         return ids_nM, torch.where(ids_nM >= 0, logs_nM.clamp(min=least, max=0.0), logs_nM)
@@ -415,7 +415,7 @@ def _table(rows: Iterable[Iterable[tuple[int, float]]]) -> _Told:
     logs = [torch.tensor([score for _, score in row], dtype=torch.float32) for row in each]
     found = torch.cat(ids) if ids else torch.zeros(0)
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < MOST_IDS:
-        raise ValueError(f"ids from {int(found.min())} to {int(found.max())}")
+        raise ValueError(f"token ids from {int(found.min())} to {int(found.max())}")
     return pad_sequence(ids, batch_first=True, padding_value=-1), pad_sequence(
         logs, batch_first=True, padding_value=-torch.inf
     )

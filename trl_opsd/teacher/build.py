@@ -146,10 +146,10 @@ def _check_whole(teachers: Mapping[str, Teacher], host: Any) -> None:
     }
     if known and (name := next((name for name, value in needs.items() if value is not None), None)):
         raise ValueError(
-            f"`{name}={needs[name]!r}` needs the whole distribution of each teacher, but of {known[0]!r} the "
-            "log-probabilities of some tokens are known, at temperature 1: remove it"
-            f"{' (1 if `temperature` is another)' * (name == 'teacher_temperature')}, or use hidden states, from a "
-            "pooling server or `trl-opsd targets` without `--top-k` (docs/teachers.md)."
+            f"`{name}={needs[name]!r}` needs the whole distribution of each teacher, but {known[0]!r} gives "
+            "log-probabilities of some tokens, at temperature 1: remove "
+            f"it{' (or set 1 if `temperature` differs)' * (name == 'teacher_temperature')}, or use hidden states, from "
+            "a pooling server or `trl-opsd targets` without `--top-k` (docs/teachers.md)."
         )
 
 

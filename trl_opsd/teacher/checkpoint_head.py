@@ -97,8 +97,8 @@ def predictions_of(path: str, options: Mapping[str, Any], rows: Sequence[Sequenc
             logits_BLV: Tensor = model(input_ids=torch.tensor(rows)).logits.cpu()  # an error where they have no values
     except Exception as error:
         warn_in_main(
-            f"{path!r} does not run here ({error!r:.200}), so that the answers of its server are not compared with it: "
-            "another model or layer would be learned from. Download the whole checkpoint if it is not on this machine."
+            f"{path!r} does not run here ({error!r:.200}), so its server is not verified: another model or layer would "
+            "go unnoticed. Download the whole checkpoint if it is not on this machine."
         )
         return None
     return logits_BLV.float().log_softmax(-1)

@@ -78,7 +78,7 @@ class SharedPrefix:
             self.works = policy.padded_up_to == math.inf and agree(*probed.evaluate(read))
         self.kept = []
         if not self.works:
-            logger.warning(f"`teacher_prefix_cache_gb`: {probed} cannot continue from keys and values, so reads all.")
+            logger.warning(f"`teacher_prefix_cache_gb`: {probed} cannot continue from keys and values: no cache.")
 
     def choose(self, rollout: Rollout, policy: BatchPolicy) -> tuple[list[int], int]:
         """The tokens that these rows share and do not read, none where that would take longer; the passes of `past`."""

@@ -37,8 +37,8 @@ def unchanged(now: Callable[[], Samples], who: str, before: Samples | None = Non
     def check() -> None:
         if (changed := first_change(then, now())) is not None:
             raise ValueError(
-                f"{changed} has changed since the student was passed, but {who}, which is another model now: do not "
-                f"change the base weights (in a callback, or with `merge_adapter`), {_ANOTHER_COPY}."
+                f"{changed} has changed since the student was passed, but {who}: do not change the base weights (in a "
+                f"callback, or with `merge_adapter`), {_ANOTHER_COPY}."
             )
 
     return check
@@ -134,7 +134,7 @@ class Average(TrainerCallback):
         """Loads the average from a checkpoint; refuses that of other parameters."""
         saved = load_file(Path(folder) / FILE)
         if saved.keys() != self._average.keys():
-            raise ValueError(f"{folder} has the average of other parameters: resume with the model it was saved for.")
+            raise ValueError(f"{folder} has the EMA of other parameters: resume with the model it was saved for.")
         for name, average in self._average.items():
             average.copy_(saved[name])
         self._copy_to_teacher()

@@ -69,10 +69,10 @@ class ServedTeacher(Teacher):
         before, after = kl(mine[-1:], theirs[-1:]), kl(one[-1:], other[-1:])
         if after <= max(4 * before, _LEAST_MOVED) or difference(mine, theirs):
             raise WrongAnswerError(
-                f"The teacher's server at {self._server.url} returns predictions that do not follow the tokens: with "
-                f"another token that of itself moves by {before:.2g} nats, and the next one by {after:.2g}. They are a "
-                "position ahead or behind, its attention is bidirectional, as in embedding models, or its weights are "
-                "zeroed or were not loaded."
+                f"The teacher's server at {self._server.url} returns predictions that do not match the tokens: another "
+                f"token changes the prediction of that token by {before:.2g} nats (expected 0), and of the next by "
+                f"{after:.2g}. Predictions are a position ahead or behind, attention is bidirectional, as in embedding "
+                "models, or weights are zeroed or were not loaded."
             )
         self.noise = kl(one[:-2], other[:-2])
         """Nats between two answers for the same tokens."""

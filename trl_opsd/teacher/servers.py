@@ -167,7 +167,7 @@ class TeacherServer(HTTPClient):
 
     def look(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Finds out what it offers, and compares its tokenizer: a `ValueError` if it is another than the student's."""
-        self.run(self._answer(lambda seconds: self._look(tokenizer, seconds), "told its offer"))
+        self.run(self._answer(lambda seconds: self._look(tokenizer, seconds), "reported what it offers"))
 
     async def _look(self, tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
         async def asked(path: str, body: Any = None) -> Response:
@@ -189,7 +189,7 @@ class TeacherServer(HTTPClient):
             allowed = re.search(r"max allowed: (\d+)", found.text)
             if allowed is None:
                 raise ValueError(
-                    f"{found.request} did not answer how many log-probabilities it tells ({found.status}: "
+                    f"{found.request} did not report its maximum of log-probabilities ({found.status}: "
                     f"{found.text[:200]}): expected a vLLM or SGLang server; start one with `{SCORING}`."
                 )
             self.api, self.limits = "vLLM", {"teacher_top_k": int(allowed[1])}
@@ -213,6 +213,6 @@ class TeacherServer(HTTPClient):
         if "".join(theirs.split()) != "".join(ours.split()):
             raise ValueError(
                 f"The teacher's server at {self.url} has another tokenizer: the ids {ids} are {theirs!r} to it and "
-                f"{ours!r} here. A server that tells probabilities of tokens needs the student's tokenizer: load "
-                "a teacher that has another (docs/tokenizers.md)."
+                f"{ours!r} here. A server that returns probabilities of tokens needs the student's tokenizer: load "
+                "this teacher in the trainer instead, with `cross_tokenizer='bytes'` (docs/tokenizers.md)."
             )

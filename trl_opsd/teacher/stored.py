@@ -240,8 +240,8 @@ class StoredTeacher(Teacher):
             raise ValueError(
                 f"`teacher_targets={str(self.store.folder)!r}` has no targets of {self._name!r} for {len(missing)} of "
                 f"{len(found)} rows, the first of which ends with {prompt[-60:]!r} before the completion "
-                f"{completion[:60]!r}: run `trl-opsd targets` with these rows, which adds what is missing; or is the "
-                "prompt, the completion or `max_completion_length` another one than then?"
+                f"{completion[:60]!r}: run `trl-opsd targets` with these rows, which adds what is missing. A changed "
+                "prompt, completion or `max_completion_length` needs new targets."
             )
         keeper = Keeper(rollout.weights, self._cache_device)
         nothing_0W = next((one for one in found if one is not None), self._head.weight)[:0]

@@ -242,7 +242,7 @@ def prove_alignment(
         elif first is None:
             said = "returned states that do not depend on the token right before the predicted one: one token behind?"
         elif first == 0:
-            said = "returned states whose first already depends on later tokens, as is right for hindsight alone"
+            said = "returned states that all depend on later tokens, as is right only if teachers see completions"
         elif too_far := len(places) - 1 - first:
             raise ValueError(
                 f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} ahead: they have seen the "

@@ -44,13 +44,13 @@ MEAN = "mean over the tokens in the loss, of all processes and micro-batches"
 STEPS = "all processes; mean over optimizer steps"
 ALWAYS = "always, unless the loss had no tokens"
 _TOKENS = Logs(WEIGHTED, ALWAYS)
-_WHOLE = "teachers whose whole distributions are known"
-_COUNTED = Logs(MEAN, f"{_WHOLE}, over tokens")
+_WHOLE = "teachers with whole distributions, not `top_k` targets"
+_COUNTED = Logs(MEAN, f"{_WHOLE}; without `cross_tokenizer`")
 _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _COUNTED.appears)
-_PLACES = Logs(WEIGHTED, "if a token counts there; in training not where processes share rows")
+_PLACES = Logs(WEIGHTED, "if a token there is in the loss; in training not with `sp_size`")
 _BY_AUTHOR = {
     one: Logs(
-        "as by teacher", "if not all tokens in the loss are the student's", one in (Author.STUDENT, Author.DATASET)
+        "as `…/teacher/<name>`", "unless all loss tokens are the student's", one in (Author.STUDENT, Author.DATASET)
     )
     for one in Author
 }
@@ -70,9 +70,9 @@ _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, `blend` or `speculative`, at temperature 1, without tools'
 _SAMPLER = Logs(
     "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
-    "engines, at temperature 1, where nothing else changes which token is sampled; no tools; `blend`, `speculative`",
+    "engines, `blend` or `speculative`, at temperature 1, without `top_p` and the like, without tools",
 )
-_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the whole teacher, no clip')
+_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, whole distributions, no `kl_clip`')
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
@@ -81,7 +81,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
     {
         "divergence/mean": Metric("nats", "Divergence of both models, per token.", _TOKENS, "divergence / weight"),
         "divergence/clipped": Metric(
-            "1", "Share of tokens with a clipped entry.", Logs(MEAN, "a clip of entries"), "clipped / tokens"
+            "1", "Share of tokens at which `kl_clip` bounded an entry.", Logs(MEAN, "`kl_clip`"), "clipped / tokens"
         ),
         **{
             f"divergence/position_{tenth}": Metric(
@@ -133,7 +133,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "1", "Share of sampled tokens that are the teacher's likeliest.", _COUNTED, "teacher_first / tokens"
         ),
         "agreement/top": Metric(
-            "1", "Share of a model's 16 likeliest tokens that both models' 16 have.", _RANKED, "top_shared / ranked"
+            "1", "Share of the 16 likeliest tokens that both models have in common.", _RANKED, "top_shared / ranked"
         ),
         "agreement/top_mass": Metric(
             "1", "The student's probability of the tokens in both models' likeliest 16.", _RANKED, "top_mass / ranked"
@@ -145,13 +145,13 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         ),
         "importance/mean": Metric(
             "1",
-            "Importance weight of a sampled token, after its bound.",
+            "Importance weight of a sampled token, bounded by `clip_max`.",
             Logs(MEAN, _ENGINE, evaluated=False),
             "importance / tokens",
         ),
         "importance/gated": Metric(
             "1",
-            "Share of tokens that weigh 0.",
+            "Share of tokens whose importance weight is below `clip_min`, hence 0.",
             Logs(MEAN, "as `importance/mean`, with `clip_min`", evaluated=False),
             "gated / tokens",
         ),
@@ -163,7 +163,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "completions/mean_length/teacher/<name>": Metric(
             "tokens", "Mean length of the completions of this teacher's rows.", Logs(BATCHES, _SEVERAL)
         ),
-        "time/complete": Metric("seconds", "Generating, without `time/sync`; with `overlap`, waiting for it.", _PHASES),
+        "time/complete": Metric("seconds", "Generating, or with `overlap` waiting for rows; no `time/sync`.", _PHASES),
         "time/sync": Metric("seconds", "Sending weights to vLLM, and verifying them.", Logs(_PHASE, _WITH_SYNC)),
         "time/reward": Metric("seconds", "Calling reward functions and models.", Logs(_PHASE, WITH_REWARDS)),
         "time/act": Metric("seconds", "Waiting for tools and environments.", Logs(_PHASE, _WITH_TOOLS)),
