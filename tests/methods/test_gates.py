@@ -14,7 +14,7 @@ from support.rollouts import Numbered
 from tokenizers import AddedToken
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.data.completions import Outcome, texts_of
+from trl_opsd.methods.rows import Outcome, texts_of
 
 WORDS = tiny.tokenizer()
 HINTED = tiny.rows().add_column("privileged_context", [f"hint {row}" for row in range(8)])

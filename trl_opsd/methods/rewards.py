@@ -22,7 +22,6 @@ from torch import Tensor
 from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd._compat.values import Finite, NotNegative
 from trl_opsd._compat.versions import replaced
-from trl_opsd.data.completions import Outcome, reads_outcome, texts_of
 from trl_opsd.data.prompts import SUCCESS_TEMPLATE
 from trl_opsd.environments import Environments
 from trl_opsd.losses.divergence import describe
@@ -36,7 +35,7 @@ from trl_opsd.methods.reward_functions import (
     given_rewards,
     placed_model,
 )
-from trl_opsd.methods.rows import BatchRow, after
+from trl_opsd.methods.rows import BatchRow, Outcome, after, reads_outcome, texts_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout
 from trl_opsd.types.metrics import BATCHES, STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
