@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     trainer.save_model(str(options.output / "trained"))
     found["after"] = measured(target, trainer.model, held_out)
     for name in found["before"]:
-        print(f"{name:24}{found['before'][name]:.3f} before, {found['after'][name]:.3f} after")
+        print(f"{name:26}{found['before'][name]:.3f} before, {found['after'][name]:.3f} after")
     print(f"the drafter: {options.output / 'trained'}; its target: {options.output / 'target'}")
     return found
 

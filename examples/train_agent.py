@@ -36,11 +36,11 @@ OF_DOORS = {
     "divergence": "jsd",
     "max_completion_length": doors.world.MOST_TOKENS,
     "max_tool_calling_iterations": doors.world.MOST_CALLS,
-    "max_steps": 360,
+    "max_steps": 300,
     "per_device_train_batch_size": 32,
     "learning_rate": 2e-3,  # for a model this small
     "lr_scheduler_type": "warmup_stable_decay",  # learns late: a rate that falls from the first step ends before
-    "lr_scheduler_kwargs": {"num_decay_steps": 120},
+    "lr_scheduler_kwargs": {"num_decay_steps": 100},
     "warmup_steps": 10,
     "adam_beta2": 0.98,
     "logging_steps": 20,

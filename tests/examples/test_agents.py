@@ -148,7 +148,7 @@ def test_an_agent_is_trained_and_the_best_one_kept(tmp_path):
     assert "sqlite_schema" in asked
 
 
-@pytest.mark.parametrize(("steps", "least"), [(2, 0.0), pytest.param(360, 0.8, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("steps", "least"), [(2, 0.0), pytest.param(300, 0.8, marks=pytest.mark.long)])
 @pytest.mark.timeout(1800)
 def test_doors_are_learned_from_small_models_without_options(tmp_path, capsys, steps, least):
     few = (
