@@ -62,7 +62,7 @@ $(APART:%=.%/.made): .%/.made: requirements/%.txt | venv
 	touch $@
 
 notebook: venv ## run the notebook, with fewer steps; a minute
-	$(BIN)/pytest -m "long or not long" tests/examples/test_notebook.py
+	$(BIN)/pytest -m "long or not long" tests/examples/test_scripts.py -k notebook
 
 trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are installed apart; a minute
 	rm -rf build/trackio

@@ -115,7 +115,7 @@ WAYS = ("acts", "goes on after a drawn beginning", "goes on, what was recorded i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, required=True, help="made by `examples/agents.py house`")
+    parser.add_argument("--models", type=Path, required=True, help="made by `benchmarks/agents.py house`")
     parser.add_argument("--output", type=Path, default=Path("out/recorded"))
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--learning-rate", type=float, default=2e-3)

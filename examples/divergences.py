@@ -1,7 +1,8 @@
 """Divergences to copy and change: a class with a `value` is all that the trainer needs; autograd has the gradient.
 
-OPSDTrainer(..., divergence=EntropyAwareKL())
+    python examples/divergences.py --output out/divergence      # the quickstart, with `EntropyAwareKL`
 
+In a script: `OPSDTrainer(..., divergence=EntropyAwareKL())`.
 `needs_whole` refuses teachers of which some tokens are known: their entropies and orders of tokens are not known.
 """
 
@@ -65,3 +66,9 @@ class AlphaDivergence(Divergence):
         mean = self.alpha * log_teacher.exp() + (1 - self.alpha) * log_student.exp()
         power = (self.alpha * log_teacher + (1 - self.alpha) * log_student).exp()
         return (mean - power).sum(-1) / (self.alpha * (1 - self.alpha))
+
+
+if __name__ == "__main__":
+    from quickstart import main
+
+    main(divergence=EntropyAwareKL())

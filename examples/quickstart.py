@@ -16,10 +16,11 @@ from arithmetic.task import draw, prompts, prompts_with_answers, right
 from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.losses import Divergence
 from trl_opsd.methods import Rewards
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
+def main(arguments: Sequence[str] | None = None, divergence: str | Divergence = "forward_kl") -> dict[str, float]:
     parser = argparse.ArgumentParser(description="On-policy distillation on arithmetic.")
     parser.add_argument("--output", type=Path, default=Path("out/demo"))
     parser.add_argument("--steps", type=int, default=320, help="optimizer steps, each of 64 completions")
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     held_out = draw(options.held_out, held_out=True)
     config = OPSDConfig(
         output_dir=str(options.output),
-        divergence="forward_kl",  # mode-covering: the student spreads over all that the teacher finds likely
+        divergence=divergence,  # mode-covering by default: the student spreads over all that the teacher finds likely
         max_steps=options.steps,
         per_device_train_batch_size=64,  # prompts in a step, one completion for each
         max_completion_length=40,

@@ -1,8 +1,9 @@
 """Training script: `trl-opsd train`, and beside it a built-in task.
 
-accelerate launch --config_file trl_opsd/accelerate_configs/zero3.yaml examples/train.py \
-    --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path Qwen/Qwen2.5-7B-Instruct \
-    --dataset_name trl-lib/ultrafeedback-prompt --learning_rate 2e-5 --output_dir out/qwen
+    python examples/train.py --task arithmetic --output_dir out/train          # small models, minutes
+    accelerate launch --config_file trl_opsd/accelerate_configs/zero3.yaml examples/train.py \
+        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path Qwen/Qwen2.5-7B-Instruct \
+        --dataset_name trl-lib/ultrafeedback-prompt --learning_rate 1e-5 --output_dir out/qwen
 
 It takes the options of TRL's `trl distillation`. `--config FILE` reads options from YAML, `--use_peft` trains a LoRA
 adapter. The student is loaded in float32 (`--dtype`), the teacher in the dtype of its checkpoint
@@ -54,7 +55,9 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
     others = ("--teacher_model_kind", "--teacher_models", "--teacher_targets")
     teacher = {} if any(one.startswith(others) for one in rest) else {"teacher_model_name_or_path": TEACHER}
     parser.set_defaults_with_config(model_name_or_path=STUDENT, **teacher)
-    return script.main(rest, parser, SimpleNamespace(data=data, rewards=right, evaluate=evaluate))
+    trainer = script.main(rest, parser, SimpleNamespace(data=data, rewards=right, evaluate=evaluate))
+    trainer.accelerator.print(f"the student: {trainer.args.output_dir}")
+    return trainer
 
 
 if __name__ == "__main__":

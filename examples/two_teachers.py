@@ -68,11 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         table[name] = {domain: accuracy(model, trainer.processing_class, some) for domain, some in domains.items()}
     figures = {"student before": trainer.evaluate()}
     trainer.train()
+    trainer.save_model()
     figures["student after"] = trainer.evaluate()
     table |= {who: {name: one[f"eval_{name}_rewards/right/mean"] for name in domains} for who, one in figures.items()}
     print(f"{'accuracy':16}" + "".join(f"{domain:>14}" for domain in domains))
     for who, shares in table.items():
         print(f"{who:16}" + "".join(f"{share:14.3f}" for share in shares.values()))
+    print(f"the student: {options.output}")
     return table
 
 

@@ -12,8 +12,8 @@ from trl_opsd import OPSDConfig, OPSDTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
-"""Lab notes: their links are checked, they are no pages of the site."""
+NOTES = [*sorted((ROOT / "benchmarks" / "notes").glob("*.md")), ROOT / "examples" / "README.md"]
+"""Lab notes and the index of examples: their links are checked, they are no pages of the site."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -35,7 +35,7 @@ def summarize(trainer: OPSDTrainer, teacher_accuracy: float, problems: int) -> d
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         _draw(logs, accuracy, teacher_accuracy).savefig(folder / "curves.png", dpi=120)
-    print(_table(metrics, problems))
+    print(f"{_table(metrics, problems)}files              {folder}\n")
     return metrics
 
 

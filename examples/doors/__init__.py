@@ -3,4 +3,4 @@
 from pathlib import Path
 
 DOORS = Path(__file__).resolve().parent
-"""Folder of the folders "student", "teacher" and "guide", which `agents.py` made."""
+"""Folder of the folders "student", "teacher" and "guide", which `benchmarks/agents.py` made."""

@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     found |= {"seconds": round(seconds), "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
     (folder / "metrics.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print("\n".join(f"{name:14}{figure:.3f}" for name, figure in found.items()))
+    print(f"the student: {folder}")
     return found
 
 

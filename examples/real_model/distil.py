@@ -251,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any
         ]
         lines.append(line(name, start, results[name]))
         print("\n".join(lines), flush=True)
+    print(f"answers and figures of each run: {asked.output}")
     return results
 
 

@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None, trainer_class: type[OPSDTrainer
         ).train()
     if options.steps:
         trainer.train()
+    trainer.save_model()
     to_teacher.append(judge.evaluate()["eval_cross/divergence"])
     after, seconds = measured(student, words), time.monotonic() - start
     used = [one["cross/used"] for one in trainer.state.log_history if "cross/used" in one]
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str] | None = None, trainer_class: type[OPSDTrainer
     for name, value in found.items():
         print(f"{name:22} {value:.3f}")
     options.output.joinpath("result.json").write_text(json.dumps(found))
+    print(f"the student: {trainer.args.output_dir}")
     return found
 
 

@@ -1,8 +1,6 @@
-"""The example of a drafter: how it counts what speculative decoding accepts, and that the metric tells it."""
+"""The example of a drafter: how it counts what speculative decoding accepts."""
 
 from __future__ import annotations
-
-import math
 
 import drafter
 import pytest
@@ -61,13 +59,8 @@ def test_counts_are_those_of_decoding_step_by_step():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_counted_acceptance_is_what_the_metric_predicts(tmp_path, monkeypatch):
+def test_more_of_a_trained_drafter_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(drafter, "LONGEST", 48)
-    results = drafter.main(["--output", str(tmp_path), "--methods", "negative log acceptance", "--prompts", "150"])
-    before, after = (results[name]["0"] for name in ("before", "negative log acceptance"))
-    for found in (before, after):
-        assert abs(found["off by standard errors"]) < 3
-        assert found["metric"] == pytest.approx(found["accepted"], abs=3 / math.sqrt(4 * 150 * 8))
-    assert after["metric"] > before["metric"] + 0.1
-    assert after["tokens per step"] > before["tokens per step"] + 0.3
+    found = drafter.main(["--output", str(tmp_path), "--prompts", "30"])
+    for name in ("accepted, sampled", "accepted, greedy"):
+        assert found["after"][name] > found["before"][name] + 0.1

@@ -1,8 +1,9 @@
-"""Each recipe trains as it says; here with tiny models, for two steps."""
+"""Each recipe and each common case trains as it says; here with tiny models, for two steps."""
 
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +12,19 @@ import train
 import yaml
 from datasets import Dataset
 from support import tiny
+from support.failing_server import pretended
+from transformers import AutoModelForCausalLM
 
 from trl_opsd.cli.merge import Experts
+from trl_opsd.cli.options import OptionParser
 from trl_opsd.teacher.teachers import Teachers
 
-RECIPES = Path(train.__file__).parent / "recipes"
+EXAMPLES = Path(train.__file__).parent
+FILES = {path.stem: path for room in ("cases", "recipes") for path in sorted((EXAMPLES / room).glob("*.yaml"))}
+OF_AGENTS = "agents"
+"""The case of another script, which test_agents.py runs."""
 COLUMNS = {
+    "self_distillation": "privileged_context",
     "opsd": "privileged_context",
     "gkd": "completion",
     "several_teachers": "teacher",
@@ -75,11 +83,11 @@ def rows(name, options, folder):
     return str(folder / "rows.jsonl")
 
 
-@pytest.fixture(scope="module", params=sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.fixture(scope="module", params=sorted(FILES.keys() - {OF_AGENTS}))
 def run(request, disk, tmp_path_factory):
     """A recipe: its options, its trainer after two steps, what the teachers have read, and which."""
     name, folder, read, targets = request.param, tmp_path_factory.mktemp(request.param), [], Teachers.targets
-    options = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    options = yaml.safe_load(FILES[name].read_text())
     data = rows(name, options, folder)
     models = {"model_name_or_path": disk.student}
     if "teacher_model_name_or_path" in options:
@@ -99,8 +107,11 @@ def run(request, disk, tmp_path_factory):
 
     smaller = {option: value for option, value in SMALLER.items() if option in options} | ALWAYS
     file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
-    with pytest.MonkeyPatch.context() as patched:
+    teacher = AutoModelForCausalLM.from_pretrained(disk.teacher) if "teacher_server_url" in options else None
+    with pytest.MonkeyPatch.context() as patched, pretended(teacher) if teacher else nullcontext() as server:
+        if server:
+            models["teacher_server_url"] = server.url
+        file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
         patched.setattr(Teachers, "targets", reading)
         patched.setattr(Experts, "evaluate", lambda *_: None)  # tests/cli/test_merge.py measures
         trainer = train.main(["--config", str(file), *([] if "experts" in options else ["--dataset_name", data])])
@@ -114,7 +125,7 @@ def test_a_recipe_trains_with_its_own_options(run):
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["step"] for row in logged] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in logged)
-    models = ("model_name_or_path", "teacher_model_name_or_path")
+    models = ("model_name_or_path", "teacher_model_name_or_path", "teacher_server_url")
     kept = options.keys() & vars(trainer.args).keys() - {*SMALLER, *ALWAYS, *models, "output_dir"}
     assert {option: getattr(trainer.args, option) for option in kept} == {option: options[option] for option in kept}
     assert type(trainer.divergence).__name__ == DIVERGENCES[options["divergence"]]
@@ -146,3 +157,11 @@ def test_teacher_of_a_recipe_scores_its_rows(run):
         assert 0 < logged["acceptance"] < 1
     if run.name == "open_mopd":
         assert "loss_share/teacher/instructions" in logged
+
+
+def test_a_case_is_short_and_opens_with_its_command():
+    for name, path in FILES.items():
+        text = path.read_text()
+        assert f"--config {path.relative_to(EXAMPLES.parent)}" in text, name
+        OptionParser().check(["--config", str(path)])
+        assert path.parent.name == "recipes" or (len(text.splitlines()) <= 25 and "For your own" in text), name

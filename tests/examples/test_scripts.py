@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
-import compare
 import merge_experts
+import nbformat
 import pictures.train
 import pytest
 import quantised
@@ -19,6 +20,7 @@ from arithmetic import READER, STUDENT, make_models
 from arithmetic.evaluate import answers
 from arithmetic.task import draw
 from experts import make
+from nbclient import NotebookClient
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
@@ -58,17 +60,6 @@ def test_two_teachers_each_know_one_domain_and_teach_one_student(tmp_path):
 
 
 @pytest.mark.long
-def test_the_comparison_runs_every_method_in_every_setting_on_as_many_tokens(tmp_path):
-    arguments = ["--steps", "2", "--seeds", "0", "--held-out", "8", "--practice", "2"]
-    results = compare.main(["--output", str(tmp_path), *arguments])
-    every = {(method, setting) for method in compare.METHODS for setting in compare.SETTINGS}
-    assert {(one["method"], one["setting"]) for one in results} == every - compare.LEFT_OUT < every
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    tokens = [one["tokens"] for one in results]
-    assert max(tokens) < 1.1 * min(tokens)
-
-
-@pytest.mark.long
 def test_script_that_made_the_models_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["make_models.py", "student", "--steps", "2", "--output", str(tmp_path)])
     make_models.main()
@@ -77,35 +68,22 @@ def test_script_that_made_the_models_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_every_way_to_merge_experts_has_a_line(tmp_path, monkeypatch, capsys):
+def test_experts_are_made_and_merged_from_one_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make, "STEPS", dict.fromkeys(make.STEPS, 3))
     monkeypatch.setattr(make, "ROWS", 100)
-    merge_experts.main(["--output", str(tmp_path), "--steps", "2", "--seeds", "0", "--held_out", "4", "--controls"])
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.split("|")[1].strip() for line in lines[-len(merge_experts.WAYS) - 6 :]]
-    assert {"expert of sums", "student before", "average of the weights"} <= set(names)
-    assert all(any(way in name for name in names) for way in merge_experts.WAYS)
+    merge_experts.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "4"])
+    printed = capsys.readouterr().out
+    assert all(f"{name}" in printed for name in (*merge_experts.TASKS, "student after", str(tmp_path / "experts.yaml")))
+    assert (tmp_path / "student" / "adapter_config.json").exists()
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_every_way_to_quantise_has_a_line_and_saved_student_is_quantised(tmp_path, capsys):
-    options = ["--output", str(tmp_path), "--model", STUDENT, "--steps", "2", "--seeds", "0", "--held_out", "4"]
-    lines = quantised.main([*options, "--controls"])
-    capsys.readouterr()
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:4]] for line in lines[2:]}
-    assert [*cells] == ["original", "int2, not trained", *quantised.WAYS, *quantised.CONTROLS]
-    assert cells["original"][1] == "1.000"
-    assert 0 < float(cells["int2, not trained"][1]) != float(cells["on-policy, forward KL"][1])
-    words = AutoTokenizer.from_pretrained(STUDENT)
+def test_saved_student_is_quantised_and_answers(tmp_path):
+    metrics = quantised.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "16"])
+    assert metrics["student_accuracy_before"] < 0.8 < 0.9 < metrics["teacher_accuracy"]
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "student" / "quantized")
     weight = served.model.layers[0].mlp.up_proj.weight.dequantize()
     assert all(len(group.unique()) <= 4 for group in weight.view(-1, 32)), "two bits"
-    assert torch.isfinite(weight).all()
-    assert len(answers(served, words, draw(2, held_out=True))) == 2
-    assert quantised.main([*options, "--controls"]) == lines, "results are not measured again"
-    assert not capsys.readouterr().out.count("OPSDTrainer")
+    assert len(answers(served, AutoTokenizer.from_pretrained(STUDENT), draw(2, held_out=True))) == 2
 
 
 def test_two_steps_on_pictures_teach_only_who_sees_less(tmp_path, capsys):
@@ -142,3 +120,27 @@ def test_teacher_with_another_tokenizer_is_learned_from_byte_by_byte(tmp_path):
     assert found["right_after"] > found["right_before"] + 0.3
     assert found["nats_per_byte_after"] < found["nats_per_byte_before"]
     assert found["used"] > 0.7
+
+
+@pytest.mark.long
+def test_notebook_ends_with_curves_completions_and_a_report(tmp_path):
+    """With 20 steps in place of 200, in a folder that holds the task too."""
+    examples = Path(quickstart.__file__).parent
+    (tmp_path / "arithmetic").symlink_to(examples / "arithmetic")
+    notebook = nbformat.read(examples / "opsd_quickstart.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    steps = next(cell for cell in cells if "STEPS = 200" in cell.source)
+    steps.source = steps.source.replace("STEPS = 200", "STEPS = 20")
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert sum("image/png" in one.get("data", {}) for one in outputs) == 1
+    *_, table, report = (one.data["text/html"] for one in outputs if "text/html" in one.get("data", {}))
+    assert all(f"<th>{name}</th>" in table for name in ("prompt", "before", "after", "right"))
+    assert table.count("<tr>") == 10
+    assert report.startswith("<iframe srcdoc=")
+    assert "&lt;!doctype html&gt;" in report.lower()
+    assert report.count("eval") > 3, "its completions, token by token"
+    printed = "".join(one.text for one in outputs if "text" in one)
+    assert "20/20" in printed
+    assert "'loss'" not in printed
+    assert "IProgress" not in printed

@@ -1,4 +1,4 @@
-"""The files in `examples/served_teacher/` are what `train.py` reads, and their commands start the servers of each."""
+"""The files of served teachers are what `train.py` reads, and their commands start the servers of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from trl_opsd._compat.urls import server_urls
 from trl_opsd.cli.options import OptionParser
 from trl_opsd.cli.train import set_loading
 
-FILES = sorted((Path(train.__file__).parent / "served_teacher").glob("*.yaml"))
+EXAMPLES = Path(train.__file__).parent
+FILES = [EXAMPLES / "cases/served_teacher.yaml", *sorted((EXAMPLES / "served_teacher").glob("*.yaml"))]
 OF_ANOTHER = {"several_runs"}
 """Files whose servers are those of another one."""
 OF_SIZE = ("--tensor-parallel-size", "--data-parallel-size", "--dtype", "--host", "--port")

@@ -147,7 +147,7 @@ def test_vllm_writes_what_the_student_would(smollm2, words, tmp_path):
 def test_rule_is_learned_and_saved_results_not_measured_again(smollm2, tmp_path, capsys):
     asked = ["--model", smollm2, "--output", str(tmp_path), "--rules", "pirate", "--steps", "6", "--held-out", "8"]
     (run,) = distil.main(asked)["pirate"]
-    table = capsys.readouterr().out.splitlines()[-1]
+    table = capsys.readouterr().out.splitlines()[-2]
     found = json.loads((tmp_path / "pirate-untrained-8.json").read_text())
     print(found, run)
     assert found["before"]["follows"] == 0 < found["teacher"]["follows"]

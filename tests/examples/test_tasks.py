@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import compare
 import numpy
 import pytest
 from arithmetic import STUDENT, TEACHER
@@ -57,9 +56,6 @@ def test_training_and_held_out_problems_are_disjoint():
     assert not set(train) & set(held_out)
     turned = {Problem(first=p.second, sign="+", second=p.first) for p in train if p.sign == "+"}
     assert not turned & set(held_out), "a sum turned around is the same sum"
-    many, few = compare.training_problems(None, 640, seed=0), compare.training_problems(50, 640, seed=0)
-    assert (len(many), len(set(many)), len(few), len(set(few))) == (640, 640, 640, 50)
-    assert not set(many + few) & set(draw(2000, held_out=True))
 
 
 def test_teacher_is_accurate_and_student_knows_only_the_format():

@@ -1,6 +1,6 @@
 """Tasks of agents, and small models that are to learn them: they have seen walks through worlds.
 
-    python examples/agents.py sql --output out/sql/models
+    python benchmarks/agents.py sql --output out/sql/models
 
 The student has seen straight walks, of someone who knows what it does not. The teacher is told that, and has seen walks
 with calls at random, which it does not learn but learns to recover from. The guide is told too, and has seen straight
@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-import doors.world  # noqa: E402
-import house.world  # noqa: E402
-import sql.world  # noqa: E402
-from doors.tokenizer import PIECES, SPECIAL_TOKENS, make_tokenizer  # noqa: E402
-from fitting import fit, padded  # noqa: E402
+import doors.world
+import house.world
+import sql.world
+from doors.tokenizer import PIECES, SPECIAL_TOKENS, make_tokenizer
+from fitting import fit, padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

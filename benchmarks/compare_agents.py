@@ -1,6 +1,6 @@
 """Trains agents in several ways, up to the same number of tokens, and measures who reaches the end.
 
-    python examples/compare_agents.py doors --output out/doors
+    python benchmarks/compare_agents.py doors --output out/doors
 
 The tasks are in `agents.py`: no agent can know what its teacher reads, and who only ever saw walks of someone who knows
 has never seen what follows a wrong call. Results are saved in the output folder and not recomputed.
@@ -12,21 +12,25 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import agents
 import numpy
 import torch
-from agents import TASKS, Task
 from datasets import Dataset
-from doors import DOORS
-from doors.tokenizer import ASSISTANT
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import agents
+from agents import TASKS, Task
+from doors import DOORS
+from doors.tokenizer import ASSISTANT
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 

@@ -1,6 +1,6 @@
 """Compares on-policy, off-policy and supervised training of one student, with equal completions, steps and seeds.
 
-    python examples/compare.py --output out/compare
+    python benchmarks/compare.py --output out/compare
 
 All runs of a setting start from the same student and train on the same number of completions, with the same optimizer
 and schedule. Results are saved in the output folder and not recomputed, so an interrupted comparison can be resumed.
@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
 from arithmetic import STUDENT, TEACHER
 from arithmetic.evaluate import accuracy, answers
 from arithmetic.make_models import supervise
 from arithmetic.task import Problem, draw, prompts
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 
