@@ -1,7 +1,8 @@
-"""Each recipe trains as it says; here with tiny models, for two steps."""
+"""Each recipe trains as it says, and published ones are measured; here with tiny models, for two steps."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,20 @@ import pytest
 import train
 import yaml
 from datasets import Dataset
+from published import evaluate, prepare
 from support import tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_opsd.cli.merge import Experts
 from trl_opsd.teacher.teachers import Teachers
 
-RECIPES = Path(train.__file__).parent / "recipes"
+EXAMPLES = Path(train.__file__).parent
+FILES = {path.stem: path for folder in ("recipes", "published") for path in (EXAMPLES / folder).glob("*.yaml")}
 COLUMNS = {
     "opsd": "privileged_context",
     "gkd": "completion",
     "several_teachers": "teacher",
+    "mopd": "teacher",
     "context_distillation": "teacher_prompt",
     "sdft": "privileged_context",
     "concise": "privileged_context",
@@ -52,6 +57,10 @@ def length(completions, **_):
     return [float(len(one[0]["content"])) for one in completions]
 
 
+def right(completions, solution, **_):
+    return [float(one[0]["content"] == answer) for one, answer in zip(completions, solution, strict=True)]
+
+
 def rows(name, options, folder):
     """Rows of a recipe, with a hint in whatever the teacher alone may see."""
 
@@ -64,24 +73,30 @@ def rows(name, options, folder):
         "completion": lambda _: chat("4", "assistant"),
         "completion_prefix": lambda _: "4",
         "teacher_prompt": lambda _: chat(f"{HINT} 2+2="),
-        "teacher": lambda place: teachers[place % 2],
+        "teacher": lambda place: teachers[place % len(teachers)],
     }
-    own = {COLUMNS[name]: columns[COLUMNS[name]]} if name in COLUMNS else {}
+    if is_published := name in prepare.SOURCES:
+        columns |= {"problem": tiny.PROMPTS.__getitem__, "solution": lambda _: HINT, "answer": lambda _: 4}
+        columns["extra_info"] = lambda place: {"domain": teachers[place % len(teachers)]}
+    own = columns if is_published else {COLUMNS[name]: columns[COLUMNS[name]]} if name in COLUMNS else {}
     made = [
         {"prompt": chat(text), **{column: value(place) for column, value in own.items()}}
         for place, text in enumerate(tiny.PROMPTS)
     ]
-    Dataset.from_list(made).to_json(folder / "rows.jsonl")
-    return str(folder / "rows.jsonl")
+    file = str(folder / "rows.jsonl")
+    Dataset.from_list(made).to_json(file)
+    if is_published:
+        prepare.main([name, str(folder / "prepared.jsonl"), "--dataset", file])
+    return str(folder / "prepared.jsonl") if is_published else file
 
 
-@pytest.fixture(scope="module", params=sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.fixture(scope="module", params=sorted(FILES))
 def run(request, disk, tmp_path_factory):
     """A recipe: its options, its trainer after two steps, what the teachers have read, and which."""
     name, folder, read, targets = request.param, tmp_path_factory.mktemp(request.param), [], Teachers.targets
-    options = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    options = yaml.safe_load(FILES[name].read_text())
     data = rows(name, options, folder)
-    models = {"model_name_or_path": disk.student}
+    models = {"model_name_or_path": disk.student} | ({} if "experts" in options else {"dataset_name": data})
     if "teacher_model_name_or_path" in options:
         models["teacher_model_name_or_path"] = disk.teacher
     if "teacher_models" in options:
@@ -98,15 +113,16 @@ def run(request, disk, tmp_path_factory):
         return targets(teachers, rollout, names, *references)
 
     smaller = {option: value for option, value in SMALLER.items() if option in options} | ALWAYS
+    smaller |= {"save_strategy": "steps", "save_steps": 1} if name in prepare.SOURCES else {}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Teachers, "targets", reading)
         patched.setattr(Experts, "evaluate", lambda *_: None)  # tests/cli/test_merge.py measures
-        trainer = train.main(["--config", str(file), *([] if "experts" in options else ["--dataset_name", data])])
+        trainer = train.main(["--config", str(file)])
     decode = trainer.processing_class.decode
     read = [(decode(prompt), decode(completion), teacher) for prompt, completion, teacher in read]
-    return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)
+    return SimpleNamespace(name=name, options=options, trainer=trainer, read=read, folder=folder)
 
 
 def test_a_recipe_trains_with_its_own_options(run):
@@ -115,7 +131,7 @@ def test_a_recipe_trains_with_its_own_options(run):
     assert [row["step"] for row in logged] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in logged)
     models = ("model_name_or_path", "teacher_model_name_or_path")
-    kept = options.keys() & vars(trainer.args).keys() - {*SMALLER, *ALWAYS, *models, "output_dir"}
+    kept = options.keys() & vars(trainer.args).keys() - {*SMALLER, *ALWAYS, *models, "output_dir", "save_steps"}
     assert {option: getattr(trainer.args, option) for option in kept} == {option: options[option] for option in kept}
     assert type(trainer.divergence).__name__ == DIVERGENCES[options["divergence"]]
     adapters = [one for one, _ in trainer.model.named_parameters() if "lora_A" in one]
@@ -140,9 +156,55 @@ def test_teacher_of_a_recipe_scores_its_rows(run):
         ]
         others = [run.read[place + 1 - 2 * (place % 2)][1] for place in range(8)]
         assert [re.sub(r"<\|\w+\|>", "", one).strip() for one in others] == solved
-    if run.name == "several_teachers":
+    if "teacher_models" in run.options:
         assert {teacher for *_, teacher in run.read} == set(run.options["teacher_models"])
     if run.name == "drafter":
         assert 0 < logged["acceptance"] < 1
     if run.name == "open_mopd":
         assert "loss_share/teacher/instructions" in logged
+
+
+@pytest.mark.parametrize(
+    ("run", "variant"), [("opsd", "--divergence=reverse_kl"), ("mopd", "--methods={}")], indirect=["run"]
+)
+def test_published_recipe_is_measured_with_its_variant(run, variant, disk):
+    first, second, out = run.folder / "out", run.folder / "second", run.folder / "measured"
+    other = train.main(
+        ["--config", f"{run.folder}/recipe.yaml", variant, "--learning_rate=0.01", f"--output_dir={second}"]
+    )
+    assert type(other.divergence).__name__ == "ReverseKL"
+    if run.name == "mopd":  # the first step has three rows of one teacher, and one of another
+        shares = [one.state.log_history[0]["loss_share/teacher/code"] for one in (run.trainer, other)]
+        assert shares == pytest.approx([1 / 2, 3 / 4])
+    asked = [disk.student, str(first), str(second), f"--dataset={run.folder}/rows.jsonl", f"--grader={__name__}.length"]
+    asked += ["--engine=transformers", "--samples=1", "--max_tokens=9", "--temperature=0", f"--output={out}"]
+    evaluate.main([*asked, "--share=1/2"])
+    assert len([*out.glob("*.jsonl")]) == 2
+    lines, names = evaluate.main(asked), [f"{one}/checkpoint-{step}" for one in (first, second) for step in (1, 2)]
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {one}" for one in (disk.student, *names)]
+    words, written = AutoTokenizer.from_pretrained(disk.student), []
+    prompt = words.apply_chat_template(prepare.asked("a"), add_generation_prompt=True, return_tensors="pt")
+    for path in (disk.student, names[-1]):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        ids = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        written.append(words.decode(ids, skip_special_tokens=True))
+        file = out / f"{path.strip('/').replace('/', '--')}.jsonl"
+        assert json.loads(file.read_text().splitlines()[2])["completion"] == written[-1]
+    assert written[0] != written[1], "the checkpoint was measured, not its base"
+
+
+def test_figures_of_known_completions(tmp_path):
+    graded = {"a": [[1, 0], [1, 1], [0, 0]], "b": [[1, 1], [1, 1], [0, 1]]}
+    for name, of in graded.items():
+        each = [{"problem": at, "reward": one, "cut": one == 0} for at, pair in enumerate(of) for one in pair]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, each)))
+    (tmp_path / "data.json").write_text(json.dumps({"problem": "?", "answer": 4}))
+    asked = ["a", "b", f"--dataset={tmp_path}/data.json", f"--grader={__name__}.right", f"--output={tmp_path}"]
+    assert evaluate.main(asked)[2:] == [
+        "| a | 0.500 | 0.289 | 0.000 | 0.000 | 0.500 |",
+        "| b | 0.833 | 0.167 | 0.333 | 0.167 | 0.167 |",
+    ]
+    with pytest.raises(ValueError, match="other settings"):
+        evaluate.main([*asked, "--samples=2"])
+    completions = [{"problem": 1, "completion": "4"}, {"problem": 0, "completion": "4"}]
+    assert evaluate.rewarded(right, [{"answer": 3}, {"answer": 4}], "answer", completions) == [1.0, 0.0]
