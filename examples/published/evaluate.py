@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 from collections import defaultdict
@@ -173,6 +174,13 @@ def table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     return lines
 
 
+def write(file: Path, text: str) -> None:
+    """A file that other processes see whole or not at all."""
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.rename(file)
+
+
 # ---- Command line ---------------------------------------------------------------------------------------------------
 
 
@@ -206,9 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     given.output.mkdir(parents=True, exist_ok=True)
     if (file := given.output / "settings.json").exists() and (before := json.loads(file.read_text())) != settings:
         raise ValueError(f"{given.output} has completions with other settings, {before}: pass another --output.")
-    file.write_text(json.dumps(settings, indent=1))
+    write(file, json.dumps(settings, indent=1))
     grader = ifeval if given.grader == "ifeval" else found_function(given.grader)
     rows = [*next(iter(loaded(ScriptArguments(dataset_name=given.dataset), DatasetMixtureConfig()).values()))]
+    unanswered = [{"problem": problem, "completion": ""} for problem in range(len(rows))]
+    rewarded(grader, rows, given.answer, unanswered)  # raises what it would after hours
     generate = {"vllm": VLLM, "transformers": Transformers}[given.engine](given)
     files = {path: given.output / f"{path.strip('/').replace('/', '--')}.jsonl" for path in given.models}
     for path in given.models[place::number]:
@@ -224,11 +234,11 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
         ]
         rewards = rewarded(grader, rows, given.answer, completions)
         lines = [json.dumps({**one, "reward": reward}) for one, reward in zip(completions, rewards, strict=True)]
-        unfinished = files[path].with_suffix(".part")
-        unfinished.write_text("\n".join(lines), encoding="utf-8")
-        unfinished.rename(files[path])
-    measured = {path: file.read_text(encoding="utf-8") for path, file in files.items() if file.exists()}
-    lines = table({path: [*map(json.loads, text.splitlines())] for path, text in measured.items()})
+        write(files[path], "\n".join(lines))
+    if number > 1:
+        return []
+    measured = {path: file.read_text(encoding="utf-8").splitlines() for path, file in files.items()}
+    lines = table({path: [*map(json.loads, written)] for path, written in measured.items()})
     print("\n".join(lines))
     return lines
 
