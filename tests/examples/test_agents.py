@@ -144,12 +144,8 @@ def test_student_rarely_escapes(tmp_path):
 def test_each_method_tells_whom_it_says():
     (row,) = of_mazes([Maze(number="0042", rooms=2)])
     assert MAZES.question(Doors(), row, is_told=False) == row.pop("prompt")
-    told = {}
-    for name, method in {
-        "before": Method(),
-        "after": Method(tells_afterwards=True),
-        "both": Method(is_told=True),
-    }.items():
+    methods, told = {"before": Method(), "after": Method(tells_afterwards=True), "both": Method(is_told=True)}, {}
+    for name, method in methods.items():
         world = environment(MAZES, method)()
         told[name] = world.reset(**row), world.get_privileged_context(), world.get_feedback()
     assert told == {

@@ -20,32 +20,16 @@ from trl_opsd.teacher.teachers import Teachers
 
 EXAMPLES = Path(train.__file__).parent
 FILES = {path.stem: path for folder in ("recipes", "published") for path in (EXAMPLES / folder).glob("*.yaml")}
-COLUMNS = {
-    "opsd": "privileged_context",
-    "gkd": "completion",
-    "several_teachers": "teacher",
-    "mopd": "teacher",
-    "context_distillation": "teacher_prompt",
-    "sdft": "privileged_context",
-    "concise": "privileged_context",
-    "few_shot": "teacher_prompt",
-    "tropd": "completion_prefix",
-    "reopd": "completion_prefix",
-}
+COLUMNS = dict.fromkeys(("opsd", "sdft", "concise"), "privileged_context")
+COLUMNS |= dict.fromkeys(("context_distillation", "few_shot"), "teacher_prompt")
+COLUMNS |= dict.fromkeys(("tropd", "reopd"), "completion_prefix")
+COLUMNS |= {"gkd": "completion", "several_teachers": "teacher", "mopd": "teacher"}
 """What rows have besides `prompt`."""
 
 HINT = "THE HINT"
-SMALLER = {
-    "max_completion_length": 6,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "warmup_steps": 0,
-    "use_vllm": False,
-    "gradient_checkpointing": False,
-    "teacher_offload": "none",
-    "max_tokens_per_microbatch": 200,
-    "num_generations": 2,
-}
+SMALLER = {"max_completion_length": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+SMALLER |= {"use_vllm": False, "gradient_checkpointing": False, "teacher_offload": "none", "warmup_steps": 0}
+SMALLER |= {"max_tokens_per_microbatch": 200, "num_generations": 2}
 """Options that only say how large a run is, and where; set where a recipe has them."""
 ALWAYS = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": False}
 DIVERGENCES = {"forward_kl": "ForwardKL", "reverse_kl": "ReverseKL", "jsd": "GeneralizedJSD"}
@@ -55,10 +39,6 @@ DIVERGENCES |= {"sampled_reverse_kl": "SampledReverseKL", "negative_log_acceptan
 def length(completions, **_):
     """A reward, by its name on the command line."""
     return [float(len(one[0]["content"])) for one in completions]
-
-
-def right(completions, solution, **_):
-    return [float(one[0]["content"] == answer) for one, answer in zip(completions, solution, strict=True)]
 
 
 def rows(name, options, folder):
@@ -83,11 +63,10 @@ def rows(name, options, folder):
         {"prompt": chat(text), **{column: value(place) for column, value in own.items()}}
         for place, text in enumerate(tiny.PROMPTS)
     ]
-    file = str(folder / "rows.jsonl")
-    Dataset.from_list(made).to_json(file)
+    Dataset.from_list(made).to_json(folder / ("data.jsonl" if is_published else "rows.jsonl"))
     if is_published:
-        prepare.main([name, str(folder / "prepared.jsonl"), "--dataset", file])
-    return str(folder / "prepared.jsonl") if is_published else file
+        prepare.main([name, f"{folder}/rows.jsonl", f"--dataset={folder}/data.jsonl"])
+    return f"{folder}/rows.jsonl"
 
 
 @pytest.fixture(scope="module", params=sorted(FILES))
@@ -164,19 +143,19 @@ def test_teacher_of_a_recipe_scores_its_rows(run):
         assert "loss_share/teacher/instructions" in logged
 
 
-@pytest.mark.parametrize(
-    ("run", "variant"), [("opsd", "--divergence=reverse_kl"), ("mopd", "--methods={}")], indirect=["run"]
-)
-def test_published_recipe_is_measured_with_its_variant(run, variant, disk):
+VARIANTS = {"opsd": "--divergence=reverse_kl", "mopd": "--methods={}"}
+
+
+@pytest.mark.parametrize("run", VARIANTS, indirect=True)
+def test_published_recipe_and_its_variant_are_measured(run, disk):
     first, second, out = run.folder / "out", run.folder / "second", run.folder / "measured"
-    other = train.main(
-        ["--config", f"{run.folder}/recipe.yaml", variant, "--learning_rate=0.01", f"--output_dir={second}"]
-    )
+    given = ["--config", f"{run.folder}/recipe.yaml", "--learning_rate=0.01", f"--output_dir={second}"]
+    other = train.main([*given, VARIANTS[run.name]])
     assert type(other.divergence).__name__ == "ReverseKL"
     if run.name == "mopd":  # the first step has three rows of one teacher, and one of another
         shares = [one.state.log_history[0]["loss_share/teacher/code"] for one in (run.trainer, other)]
         assert shares == pytest.approx([1 / 2, 3 / 4])
-    asked = [disk.student, str(first), str(second), f"--dataset={run.folder}/rows.jsonl", f"--grader={__name__}.length"]
+    asked = [disk.student, str(first), str(second), f"--dataset={run.folder}/data.jsonl", f"--grader={__name__}.length"]
     asked += ["--engine=transformers", "--samples=1", "--max_tokens=9", "--temperature=0", f"--output={out}"]
     evaluate.main([*asked, "--share=1/2"])
     assert len([*out.glob("*.jsonl")]) == 2
@@ -188,8 +167,8 @@ def test_published_recipe_is_measured_with_its_variant(run, variant, disk):
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         ids = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         written.append(words.decode(ids, skip_special_tokens=True))
-        file = out / f"{path.strip('/').replace('/', '--')}.jsonl"
-        assert json.loads(file.read_text().splitlines()[2])["completion"] == written[-1]
+        found = json.loads((out / f"{path[1:].replace('/', '--')}.jsonl").read_text().splitlines()[2])
+        assert (found["completion"], found["cut"]) == (written[-1], 2 not in ids)
     assert written[0] != written[1], "the checkpoint was measured, not its base"
 
 
@@ -199,12 +178,13 @@ def test_figures_of_known_completions(tmp_path):
         each = [{"problem": at, "reward": one, "cut": one == 0} for at, pair in enumerate(of) for one in pair]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, each)))
     (tmp_path / "data.json").write_text(json.dumps({"problem": "?", "answer": 4}))
-    asked = ["a", "b", f"--dataset={tmp_path}/data.json", f"--grader={__name__}.right", f"--output={tmp_path}"]
-    assert evaluate.main(asked)[2:] == [
-        "| a | 0.500 | 0.289 | 0.000 | 0.000 | 0.500 |",
-        "| b | 0.833 | 0.167 | 0.333 | 0.167 | 0.167 |",
-    ]
+    asked = ["a", "b", f"--dataset={tmp_path}/data.json", f"--grader={__name__}.length", f"--output={tmp_path}"]
+    table = ["| a | 0.500 | 0.289 | 0.000 | 0.000 | 0.500 |", "| b | 0.833 | 0.167 | 0.333 | 0.167 | 0.167 |"]
+    assert evaluate.main(asked)[2:] == table
     with pytest.raises(ValueError, match="other settings"):
         evaluate.main([*asked, "--samples=2"])
     completions = [{"problem": 1, "completion": "4"}, {"problem": 0, "completion": "4"}]
-    assert evaluate.rewarded(right, [{"answer": 3}, {"answer": 4}], "answer", completions) == [1.0, 0.0]
+    given = ([{"answer": 3, "solution": "4"}, {"answer": 4, "solution": "3"}], "answer", completions)
+    assert evaluate.rewarded(lambda solution, **_: [one == "4" for one in solution], *given) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="gives no reward for"):
+        evaluate.rewarded(lambda solution, **_: [None for _ in solution], *given)
