@@ -26,12 +26,6 @@ def disk(tmp_path_factory) -> SimpleNamespace:
     chats.to_parquet(folder / "rows.parquet")
     chats.save_to_disk(folder / "one_saved")
     DatasetDict({"train": chats, "validation": chats.select(range(4))}).save_to_disk(folder / "splits_saved")
-    return SimpleNamespace(
-        student=str(folder / "student"),
-        teacher=str(folder / "teacher"),
-        data=str(folder / "data"),
-        jsonl=str(folder / "data" / "train.jsonl"),
-        parquet=str(folder / "rows.parquet"),
-        one_saved=str(folder / "one_saved"),
-        splits_saved=str(folder / "splits_saved"),
-    )
+    files = {"jsonl": str(folder / "data" / "train.jsonl"), "parquet": str(folder / "rows.parquet")}
+    folders = ("student", "teacher", "data", "one_saved", "splits_saved")
+    return SimpleNamespace(**files, **{name: str(folder / name) for name in folders})

@@ -13,23 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FULL, LINEAR = "full_attention", "linear_attention"
 SIZES = {**tiny.sizes(32), "num_hidden_layers": 6, "head_dim": 16}
-LINEAR_SIZES = {
-    "layer_types": [LINEAR, LINEAR, FULL] * 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-FAMILIES = {
-    "llama": ("Llama", {"tie_word_embeddings": True}),
-    "mixtral, as many experts as layers": ("Mixtral", {"num_local_experts": 6}),
-    "qwen3_next": ("Qwen3Next", LINEAR_SIZES),
-    "gpt2": ("GPT2", {}),
-}
+LINEAR_SIZES = {"layer_types": [LINEAR, LINEAR, FULL] * 2, "linear_num_key_heads": 2}
+LINEAR_SIZES |= dict.fromkeys(("num_experts", "num_experts_per_tok", "linear_num_value_heads"), 4)
+LINEAR_SIZES |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16)
+LINEAR_SIZES |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+FAMILIES = {"llama": ("Llama", {"tie_word_embeddings": True}), "gpt2": ("GPT2", {})}
+FAMILIES |= {"mixtral, as many experts as layers": ("Mixtral", {"num_local_experts": 6})}
+FAMILIES |= {"qwen3_next": ("Qwen3Next", LINEAR_SIZES)}
 IDS = torch.randint(3, 60, (24,), generator=torch.Generator().manual_seed(0))
 
 

@@ -25,21 +25,10 @@ from trl_opsd.cli.train import loaded
 from trl_opsd.methods import Anchor, made
 
 CONFIGS = Path(trl_opsd.__file__).parent / "accelerate_configs"
-STRATEGIES = {
-    "single": ("NO", 1),
-    "ddp": ("MULTI_GPU", 8),
-    "zero2": ("DEEPSPEED", 8),
-    "zero3": ("DEEPSPEED", 8),
-    "zero3_offload": ("DEEPSPEED", 8),
-    "fsdp2": ("FSDP", 8),
-    "hsdp": ("FSDP", 16),
-    "sp": ("DEEPSPEED", 8),
-    "zero2_cpu": ("DEEPSPEED", 2),
-    "zero3_cpu": ("DEEPSPEED", 2),
-    "fsdp2_cpu": ("FSDP", 2),
-    "hsdp_cpu": ("FSDP", 4),
-    "sp_cpu": ("DEEPSPEED", 2),
-}
+STRATEGIES = {"single": ("NO", 1), "ddp": ("MULTI_GPU", 8), "fsdp2": ("FSDP", 8), "hsdp": ("FSDP", 16)}
+STRATEGIES |= dict.fromkeys(("zero2", "zero3", "zero3_offload", "sp"), ("DEEPSPEED", 8))
+STRATEGIES |= dict.fromkeys(("zero2_cpu", "zero3_cpu", "sp_cpu"), ("DEEPSPEED", 2))
+STRATEGIES |= {"fsdp2_cpu": ("FSDP", 2), "hsdp_cpu": ("FSDP", 4)}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -179,23 +168,14 @@ def test_mixture_and_named_split_are_loaded_as_in_trl(run, disk):
         assert any("eval_loss" in row for row in trainer.state.log_history)
 
 
+GIVEN = {"dtype": "auto", "teacher_model_init_kwargs": '{"dtype": "float32"}', "attn_implementation": "eager"}
+AS_JSON = {"model_init_kwargs": '{"dtype": "bfloat16"}', "attn_implementation": "sdpa"}
+# The dtype under its older name.
+AS_JSON |= {"teacher_model_init_kwargs": '{"torch_dtype": "float32", "attn_implementation": "eager"}'}
 LOADING = {
     "by default": ({}, ["float32", "bfloat16"], ["sdpa", "sdpa"]),
-    "the checkpoint's, and given": (
-        {"dtype": "auto", "teacher_model_init_kwargs": '{"dtype": "float32"}', "attn_implementation": "eager"},
-        ["bfloat16", "float32"],
-        ["eager", "eager"],
-    ),
-    "as JSON": (
-        {
-            "model_init_kwargs": '{"dtype": "bfloat16"}',
-            # The first under its older name.
-            "teacher_model_init_kwargs": '{"torch_dtype": "float32", "attn_implementation": "eager"}',
-            "attn_implementation": "sdpa",
-        },
-        ["bfloat16", "float32"],
-        ["sdpa", "eager"],
-    ),
+    "the checkpoint's, and given": (GIVEN, ["bfloat16", "float32"], ["eager", "eager"]),
+    "as JSON": (AS_JSON, ["bfloat16", "float32"], ["sdpa", "eager"]),
     "in host memory": ({"teacher_offload": "stream"}, ["float32", "bfloat16"], ["sdpa", "sdpa"]),
 }
 """Options, and what they make of the student and of the teacher."""
