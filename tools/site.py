@@ -15,6 +15,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     "README.md": "index.md",
+    "examples/README.md": "examples.md",
+    "examples/published/README.md": "published.md",
     "CHANGELOG.md": "",
     "SECURITY.md": "",
     "CONTRIBUTING.md": "",
@@ -34,7 +36,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are no files of `docs`."""
     for name, other in PAGES.items():
-        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        text = re.sub(r"\]\((?:\.\./)*docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
         files.append(File.generated(config, other or name, content=text))
     return files
 
@@ -45,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def target(found: re.Match[str]) -> str:
         text, path, anchor = found.group(1), found.group(2), found.group(3) or ""
         name = path.removeprefix("../")
-        name = PAGES.get(name) or name
+        name = PAGES.get(name) or PAGES.get(f"{name}/README.md") or name
         return f"[{text}]({name}{anchor})" if files.get_file_from_path(name) else text
 
     return _LINK.sub(target, markdown)
