@@ -190,8 +190,7 @@ def test_published_recipe_and_its_variant_are_measured(run, disk):
 
 
 def test_figures_of_known_completions(tmp_path):
-    graded = {"a": [[1, 0], [1, 1], [0, 0]], "b": [[1, 1], [1, 1], [0, 1]]}
-    for name, of in graded.items():
+    for name, of in {"a": [[1, 0], [1, 1], [0, 0]], "b": [[1, 1], [1, 1], [0, 1]]}.items():
         each = [{"problem": at, "reward": one, "cut": one == 0} for at, pair in enumerate(of) for one in pair]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, each)))
     (tmp_path / "data.json").write_text(json.dumps({"problem": "?", "answer": 4}))

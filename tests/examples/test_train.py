@@ -170,8 +170,7 @@ def test_mixture_and_named_split_are_loaded_as_in_trl(run, disk):
 
 GIVEN = {"dtype": "auto", "teacher_model_init_kwargs": '{"dtype": "float32"}', "attn_implementation": "eager"}
 AS_JSON = {"model_init_kwargs": '{"dtype": "bfloat16"}', "attn_implementation": "sdpa"}
-# The dtype under its older name.
-AS_JSON |= {"teacher_model_init_kwargs": '{"torch_dtype": "float32", "attn_implementation": "eager"}'}
+AS_JSON |= {"teacher_model_init_kwargs": '{"torch_dtype": "float32", "attn_implementation": "eager"}'}  # older name
 LOADING = {
     "by default": ({}, ["float32", "bfloat16"], ["sdpa", "sdpa"]),
     "the checkpoint's, and given": (GIVEN, ["bfloat16", "float32"], ["eager", "eager"]),
