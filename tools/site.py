@@ -1,4 +1,4 @@
-"""Hooks of the documentation's site: its address, README and its neighbours become pages, links that leave the pages plain text.
+"""Hooks of the documentation's site: its address; README and its neighbours become pages, other links plain text.
 
 `tests/test_docs.py` checks those links in the repository, where they lead somewhere.
 """
