@@ -56,7 +56,7 @@ def _draw(logs: list[dict[str, Any]], accuracy: dict[int, float], teacher_accura
     left.set(xlabel="optimizer step", ylabel="divergence (nats per token)", ylim=(0, None))
     right.plot(list(accuracy), list(accuracy.values()), marker="o", label="student")
     right.axhline(teacher_accuracy, color="grey", linestyle="--", label="teacher")
-    right.set(xlabel="optimizer step", ylabel="accuracy on held-out problems", ylim=(0, 1.02))
+    right.set(xlabel="optimizer step", ylabel="held-out accuracy", ylim=(0, 1.02))
     right.legend(loc="lower right")
     return figure
 
