@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from support import tiny
+
+from trl_opsd.progress import ended
 
 COLUMNS = ["step", "divergence", "reward", "length", "tokens/s", "s/step", "gen", "score", "train", "GiB"]
 
@@ -28,7 +31,9 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     )  # fmt: skip
     capsys.readouterr()
     trainer.train()
-    *_, header, first, _, third, evaluated, took, learned, rewarded_by, following = lines(capsys)
+    *banner, header, first, _, third, evaluated, took, learned, rewarded_by = lines(capsys)
+    assert "8 in train_dataset, each read 1.5 times" in " ".join(" ".join(banner).split())
+    assert len(banner) < 24, "fits a screen"
     assert header.split() == COLUMNS
     logged = trainer.state.log_history
     assert first.split()[0] == "1/3"
@@ -36,10 +41,26 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     assert float(third.split()[-2]) == pytest.approx(logged[2]["time/compare"], abs=0.006)
     assert evaluated.split()[:3] == ["eval", f"{logged[3]['eval_divergence/mean']:#.4g}", "1.000"]
     tokens = f"{logged[-2]['eval_num_tokens']:,.0f}"
-    assert re.fullmatch(rf"3 steps in \d+\.\d s, {tokens} tokens, (\w+ \d+%, )+\d+\.\d GiB", took)
+    assert re.fullmatch(rf"3 steps in \d+\.\d s, {tokens} tokens, (\w+ \d+%, )+peak \d+\.\d GiB", took)
     ends = (f"{logged[number]['divergence/mean']:#.4g}" for number in (0, 2))
     at_the_end = f"{logged[3]['eval_divergence/mean']:#.4g} in evaluations"
     assert learned.split(maxsplit=1) == ["divergence", f"{' → '.join(ends)}, {at_the_end}"]
     assert rewarded_by.split(maxsplit=1) == ["reward", "1.000 in evaluations"]
-    assert following.endswith(f"vllm serve {trainer.args.output_dir}")
+    trainer.save_model()
+    assert capsys.readouterr().out.endswith(f"next: vllm serve {trainer.args.output_dir}\n")
     assert max(map(len, (header, third, evaluated))) <= 80, "fits a terminal"
+
+
+@pytest.mark.parametrize(
+    ("reward", "divergence", "is_worse"),
+    [((0.4, 0.05), (0.2, 0.1), True), ((0.4, 0.5), (0.2, 0.3), True), ((0.4, 0.5), (0.2, 0.1), False), ((), (), False)],
+)
+def test_end_of_a_training_warns_of_evaluations_that_got_worse(reward, divergence, is_worse):
+    log: list[dict[str, float]] = [{"divergence/mean": 0.3}, {"divergence/mean": 0.1}]
+    log += [{"eval_reward": one, "eval_divergence/mean": other} for one, other in zip(reward, divergence, strict=True)]
+    state = SimpleNamespace(log_history=[*log, {"train_runtime": 61.0}], global_step=5)
+    first, *lines = ended(SimpleNamespace(report=True, output_dir="out"), state, start=2)
+    assert first.startswith("3 steps in 1 min 1 s")
+    assert lines[0].split()[:4] == ["divergence", "0.3000", "→", "0.1000" + "," * bool(reward)]
+    assert ("evaluations got worse" in lines[-1]) == is_worse
+    assert sum("out/report.html" in line for line in lines) == 1

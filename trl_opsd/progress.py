@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,6 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler, TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 
 PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {n: n for n in ("sync", "reward", "save")}
 """Displayed names of the phases: in rows, on bars, in a dry run, in a report."""
@@ -54,31 +52,36 @@ def evaluated(logs: Mapping[str, Any]) -> str | None:
     return next((name.removesuffix("_runtime") for name in runtimes), None)
 
 
-def ended(args: Any, state: TrainerState, start: int, model: Any) -> Iterator[str]:
-    """At most five lines on a training that went on from step `start`: what it took, taught and wrote, what is next."""
-    log, folder = state.log_history, args.output_dir
+def ended(args: Any, state: TrainerState, start: int) -> Iterator[str]:
+    """What a training that began at step `start` took, taught and wrote, and whether evaluations got worse."""
+    log, is_worse = state.log_history, False
     seconds = {title: sum(one.get(f"time/{name}", 0.0) for one in log) for name, title in PHASES.items()}
     total = sum(seconds.values())
     shares = [f"{title} {one / total:.0%}" for title, one in seconds.items() if total and one / total >= 0.005]
     tokens = [f"{one['num_tokens']:,.0f} tokens" for one in log[-3:] if "num_tokens" in one][-1:]
     took = [f"{state.global_step - start} steps in {in_words(log[-1]['train_runtime'])}", *tokens, *shares]
-    yield ", ".join([*took, f"{peak_bytes() / 2**30:.1f} GiB"])
-    for title in ("divergence", "reward"):
+    yield ", ".join([*took, f"peak {peak_bytes() / 2**30:.1f} GiB"])
+    for title, better in ("divergence", -1), ("reward", 1):
         name, _, form = _COLUMNS[title]
         said = []
         for logged, where in (name, ""), (f"eval_{name}", " in evaluations"):
-            each = [format(one[logged], form) for one in log if logged in one]
-            said += [" → ".join(each[:1] + each[1:][-1:]) + where] * bool(each)
+            if each := [one[logged] for one in log if logged in one]:
+                ends = each[:1] + each[1:][-1:]
+                said.append(" → ".join(format(one, form) for one in ends) + where)
+                is_worse |= bool(where) and better * (each[-1] - each[0]) < -0.05 * abs(each[0])
         if said:
             yield f"  {title:<12}{', '.join(said)}"
-    written = [os.path.join(folder, "report.html")] if args.report else []
-    if os.path.isdir(folder) and (last := get_last_checkpoint(folder)):
-        written.append(last)
-    if written:
-        yield f"  {'written':<12}{', '.join(written)}"
+    if args.report:
+        yield f"  {'written':<12}{args.output_dir}/report.html"
+    if is_worse:
+        yield f"  {'warning':<12}evaluations got worse: docs/troubleshooting.md#accuracy-falls-although-the-loss-falls"
+
+
+def saved(folder: object, model: Any) -> str:
+    """Where a model was saved, and the command that serves it."""
     config = getattr(model, "peft_config", {}).get("default")
     adapter = f"{config.base_model_name_or_path} --enable-lora --lora-modules mine=" if config is not None else ""
-    yield f"  {'next':<12}trainer.save_model(), then: vllm serve {adapter}{folder}"
+    return f"  {'saved':<12}{folder}; next: vllm serve {adapter}{folder}"
 
 
 def in_words(seconds: float) -> str:
@@ -132,7 +135,7 @@ class Progress(ProgressCallback, PrinterCallback):
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
-            tqdm.write("\n".join(ended(args, state, self._start, kwargs.get("model"))))
+            tqdm.write("\n".join(ended(args, state, self._start)))
             return
         if not self._has_header:
             tqdm.write(HEADER)

@@ -363,11 +363,8 @@ def _without_context(trainer: OPSDTrainer, batch: Batch) -> float | None:
 
 def _noise(trainer: OPSDTrainer, batch: Batch) -> float:
     """KL between two computations of the same targets: of all rows together and each alone, or of replicas."""
-    read, teachers, known = (
-        trainer.teaching.prompts.read(batch.rollout, batch.rows),
-        trainer.teachers,
-        list[RowTargets](),
-    )
+    read, teachers = trainer.teaching.prompts.read(batch.rollout, batch.rows), trainer.teachers
+    known: list[RowTargets] = []
     for row, of_row in enumerate(batch.rows):
         alone = read.select([row])
         known += kept_by_row(teachers.targets(alone, [of_row.request.teacher]), alone.weights).rows or ()
@@ -433,7 +430,7 @@ def verdict(of: Audit) -> Verdict:
             return Verdict("helps", f"It knows {rewards}, and goes on well from {after}.", "Train on-policy.")
         return Verdict(
             "off-policy",
-            f"It knows {rewards}, but does not recover from {after}: what it says after one teaches nothing.",
+            f"It knows {rewards}, but does not recover from {after}: its completions should teach as much for less.",
             "Learn from its own completions: `seq_kd=True` with `lmbda=0`, or supervised; or find a teacher that "
             "recovers.",
         )

@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -197,6 +198,8 @@ def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
 
 def _is_explained(error: Exception) -> bool:
     """Whether this error was written for a user: it is ours, the system's, or was raised by a `raise` statement."""
+    if isinstance(error, JSONDecodeError):  # of an option that takes a dict
+        return True
     if isinstance(error, ValueError | TypeError | ImportError):
         return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise")
     return isinstance(error, OPSDError | OSError) and not isinstance(error, BrokenPipeError)  # of `| head`

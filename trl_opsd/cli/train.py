@@ -208,7 +208,7 @@ def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
 
 
 def leave_nothing(config: OPSDConfig, folder: str) -> None:
-    config.output_dir, config.report_to, config.push_to_hub = folder, [], False
+    config.output_dir, config.report_to, config.report, config.push_to_hub = folder, [], False, False
     config.eval_on_start = config.enable_jit_checkpoint = False
 
 

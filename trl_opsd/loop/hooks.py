@@ -17,13 +17,14 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
+from tqdm.auto import tqdm
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
-from trl_opsd._compat.versions import set_known
+from trl_opsd._compat.versions import replaced, set_known
 from trl_opsd.checkpoints import UNFINISHED, on_disk
 from trl_opsd.data.completions import renamed, with_prompts
 from trl_opsd.data.images import Pictures
@@ -48,7 +49,7 @@ from trl_opsd.models.weights import Samples, load_renamed, sampled
 from trl_opsd.parallel.failure import Watchdog
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.progress import replace_default
+from trl_opsd.progress import Progress, replace_default, saved
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.loss import check_parts
 from trl_opsd.types.targets import has_streams
@@ -417,7 +418,8 @@ class TrainerHooks(TrainerMembers):
             numbers = self._metrics["train" if self.model.training else "eval"]
             for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
                 del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
-            super().log(logs, start_time)
+            with replaced(self, log_completions=self.log_completions and "train_runtime" not in logs):
+                super().log(logs, start_time)
         finally:
             self.model.training = is_training
 
@@ -598,6 +600,9 @@ class TrainerHooks(TrainerMembers):
                 self.create_model_card()
             finally:
                 self.args.output_dir = own
+            shows = any(isinstance(one, Progress) for one in self.callback_handler.callbacks)
+            if shows and self.is_world_process_zero():
+                tqdm.write(saved(folder, self.model))
 
     # By the user, and by transformers when it pushes to the Hub; TRL's does so with each checkpoint.
     def create_model_card(

@@ -50,10 +50,7 @@ def check_arguments(
             f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: pass a "
             f"teacher with the same tokenizer, and the number of shared ids, from 1 to {min(mine, yours)}."
         )
-    pushed, by_token = (
-        sum(bool(one.push) for one in references),
-        kl_clip is not None or divergence.needs_whole,
-    )
+    pushed, by_token = sum(bool(one.push) for one in references), kl_clip is not None or divergence.needs_whole
     if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or pushed or by_token):
         raise ValueError(
             "A teacher given by some of its tokens needs temperature 1, no references to move away from, no kl_clip, "

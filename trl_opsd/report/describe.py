@@ -180,6 +180,8 @@ def _rows(trainer: OPSDTrainer) -> Iterator[tuple[str, str]]:
     step = prompts_of_step(trainer.args)
     left = 0 if is_stream or dataset is not trainer.train_dataset else len(dataset) % step
     more = f", {left} dropped per epoch: they do not fill a step of {step} prompts" if left else ""
+    times = 0 if is_stream or dataset is not trainer.train_dataset else trainer.state.max_steps * step / len(dataset)
+    more = f", each read {times:.3g} times{more}" if times > 1 else more
     yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}{more}"
     if unread := _unread(trainer, dataset):
         yield "unused columns", ", ".join(unread)
