@@ -26,13 +26,13 @@ def lines(capsys) -> list[str]:
 @pytest.mark.parametrize("quiet", [False, True], ids=["with bars", "disable_tqdm"])
 def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     trainer = make_trainer(
-        max_steps=3, logging_steps=1, disable_tqdm=quiet, eval_dataset=tiny.rows(2), eval_strategy="steps",
+        train_dataset=tiny.rows(4), max_steps=3, logging_steps=1, disable_tqdm=quiet, eval_dataset=tiny.rows(2), eval_strategy="steps",
         eval_steps=3, reward_funcs=rewarded,
     )  # fmt: skip
     capsys.readouterr()
     trainer.train()
     *banner, header, first, _, third, evaluated, took, learned, rewarded_by = lines(capsys)
-    assert "8 in train_dataset, each read 1.5 times" in " ".join(" ".join(banner).split())
+    assert "4 in train_dataset, each read 1.5 times" in " ".join(" ".join(banner).split())
     assert len(banner) < 24, "fits a screen"
     assert header.split() == COLUMNS
     logged = trainer.state.log_history
