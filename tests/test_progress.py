@@ -26,8 +26,8 @@ def lines(capsys) -> list[str]:
 @pytest.mark.parametrize("quiet", [False, True], ids=["with bars", "disable_tqdm"])
 def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     trainer = make_trainer(
-        train_dataset=tiny.rows(4), max_steps=3, logging_steps=1, disable_tqdm=quiet, eval_dataset=tiny.rows(2), eval_strategy="steps",
-        eval_steps=3, reward_funcs=rewarded,
+        max_steps=3, logging_steps=1, disable_tqdm=quiet, eval_dataset=tiny.rows(2), eval_strategy="steps",
+        eval_steps=3, reward_funcs=rewarded, train_dataset=tiny.rows(4),
     )  # fmt: skip
     capsys.readouterr()
     trainer.train()
