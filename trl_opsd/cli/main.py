@@ -198,7 +198,7 @@ def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
 
 def _is_explained(error: Exception) -> bool:
     """Whether this error was written for a user: it is ours, the system's, or was raised by a `raise` statement."""
-    if isinstance(error, JSONDecodeError):  # of an option that takes a dict
+    if isinstance(error, JSONDecodeError | ModuleNotFoundError):  # of an option that takes a dict; of an extra
         return True
     if isinstance(error, ValueError | TypeError | ImportError):
         return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise")

@@ -102,7 +102,7 @@ def build(given: RunOptions, task: Task | None, train_dataset: Dataset | None = 
     extra, script, config, model = given.extra, given.script, given.config, given.model
     data = task.data() if task else loaded(script, given.mixture)
     # Rows that experts are measured on are checked before anything is loaded.
-    is_evaluated = config.eval_strategy != "no" or isinstance(task, Experts)
+    is_evaluated = config.eval_strategy != "no" or config.eval_on_start or isinstance(task, Experts)
     return OPSDTrainer(
         model=model.model_name_or_path,
         teacher_model=extra.teacher_models,
@@ -199,7 +199,7 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
 
 def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
     if name not in data:
-        hint = " It is needed because `eval_strategy` is set." if option == "dataset_test_split" else ""
+        hint = " Evaluations need test.jsonl beside train.jsonl." if option == "dataset_test_split" else ""
         raise ValueError(f"`{option}={name!r}`: expected a split of the dataset, {' or '.join(map(repr, data))}.{hint}")
     return data[name]
 
