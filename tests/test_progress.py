@@ -53,14 +53,14 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
 
 @pytest.mark.parametrize(
     ("reward", "divergence", "is_worse"),
-    [((0.4, 0.05), (0.2, 0.1), True), ((0.4, 0.5), (0.2, 0.3), True), ((0.4, 0.5), (0.2, 0.1), False), ((), (), False)],
+    [((0.4, 0.05), (0.2, 0.1), True), ((0.4, 0.5), (0.2, 0.3), False), ((), (0.2, 0.3), True), ((), (), False)],
 )
 def test_end_of_a_training_warns_of_evaluations_that_got_worse(reward, divergence, is_worse):
     log: list[dict[str, float]] = [{"divergence/mean": 0.3}, {"divergence/mean": 0.1}]
-    log += [{"eval_reward": one, "eval_divergence/mean": other} for one, other in zip(reward, divergence, strict=True)]
+    log += [{"eval_reward": one} for one in reward] + [{"eval_divergence/mean": one} for one in divergence]
     state = SimpleNamespace(log_history=[*log, {"train_runtime": 61.0}], global_step=5)
     first, *lines = ended(SimpleNamespace(report=True, output_dir="out"), state, start=2)
     assert first.startswith("3 steps in 1 min 1 s")
-    assert lines[0].split()[:4] == ["divergence", "0.3000", "→", "0.1000" + "," * bool(reward)]
+    assert lines[0].split()[:4] == ["divergence", "0.3000", "→", "0.1000" + "," * bool(divergence)]
     assert ("evaluations got worse" in lines[-1]) == is_worse
     assert sum("out/report.html" in line for line in lines) == 1

@@ -68,7 +68,7 @@ def ended(args: Any, state: TrainerState, start: int) -> Iterator[str]:
             if each := [one[logged] for one in log if logged in one]:
                 ends = each[:1] + each[1:][-1:]
                 said.append(" → ".join(format(one, form) for one in ends) + where)
-                is_worse |= bool(where) and better * (each[-1] - each[0]) < -0.05 * abs(each[0])
+                is_worse = better * (each[-1] - each[0]) < -0.05 * abs(each[0]) if where else is_worse
         if said:
             yield f"  {title:<12}{', '.join(said)}"
     if args.report:
@@ -80,7 +80,7 @@ def ended(args: Any, state: TrainerState, start: int) -> Iterator[str]:
 def saved(folder: object, model: Any) -> str:
     """Where a model was saved, and the command that serves it."""
     config = getattr(model, "peft_config", {}).get("default")
-    adapter = f"{config.base_model_name_or_path} --enable-lora --lora-modules mine=" if config is not None else ""
+    adapter = f"{config.base_model_name_or_path or 'BASE'} --enable-lora --lora-modules mine=" if config is not None else ""
     return f"  {'saved':<12}{folder}; next: vllm serve {adapter}{folder}"
 
 

@@ -150,16 +150,17 @@ def test_a_mistake_ends_the_command_before_anything_is_launched(given, named, ca
 
 
 @pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize("dry", [(), ("--dry_run",)], ids=["a run", "a dry run"])
-def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path):
-    given = ["train", *disk, *options(tmp_path, temperature=-1), *dry]
+@pytest.mark.parametrize("more", [(), ("--dry_run",), ("--methods", "{a: 1}")], ids=["a run", "a dry run", "no JSON"])
+def test_user_error_is_one_sentence_without_traceback_option(more, disk, tmp_path):
+    value, message = (1, "Expecting property name") if "--methods" in more else (-1, "`temperature=-1.0`")
+    given = ["train", *disk, *options(tmp_path, temperature=value), *more]
     done = CliRunner().invoke(app, given, prog_name="trl-opsd")
     assert (done.exit_code, done.stdout) == (2, "")
     first, last = done.stderr.splitlines()
-    assert first.startswith("trl-opsd train: error: `temperature=-1.0`")
+    assert first.startswith(f"trl-opsd train: error: {message}")
     assert "`--traceback`" in last
     for asked in (["--traceback", *given], [*given, "--traceback"]):
-        with pytest.raises(ValueError, match="temperature"):
+        with pytest.raises(ValueError, match=message):
             app(asked)
 
 

@@ -152,16 +152,13 @@ def test_an_adapter_teaches_and_is_no_student(run, disk, tmp_path):
     assert path in str(run(teacher_model_name_or_path=path).teacher)
 
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
-
-
 def test_mixture_and_named_split_are_loaded_as_in_trl(run, disk):
     mixture = {"datasets": [{"path": disk.data}, {"path": "parquet", "data_files": disk.parquet}]}
     mixture |= {"test_split_size": 0.25, "dataset_name": "nobody/nothing"}
     splits = {"dataset_name": disk.splits_saved, "dataset_test_split": "validation"}
     for trainer, sizes in (
-        (run(mixture, dataset_name=None, **EVALUATED), (24, 8)),
-        (run(**splits, **EVALUATED), (16, 4)),
+        (run(mixture, dataset_name=None, eval_strategy="steps", eval_steps=1), (24, 8)),
+        (run(**splits, eval_on_start="true"), (16, 4)),
     ):
         assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == sizes
         assert {row["prompt"][0]["content"] for row in trainer.train_dataset} <= set(tiny.PROMPTS)
