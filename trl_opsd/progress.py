@@ -80,7 +80,7 @@ def ended(args: Any, state: TrainerState, start: int) -> Iterator[str]:
 def saved(folder: object, model: Any) -> str:
     """Where a model was saved, and the command that serves it."""
     config = getattr(model, "peft_config", {}).get("default")
-    adapter = f"{config.base_model_name_or_path or 'BASE'} --enable-lora --lora-modules mine=" if config is not None else ""
+    adapter = "" if config is None else f"{config.base_model_name_or_path or 'BASE'} --enable-lora --lora-modules mine="
     return f"  {'saved':<12}{folder}; next: vllm serve {adapter}{folder}"
 
 
